@@ -1,0 +1,181 @@
+"""Who reads which cache pages: the split-KV schedule that all layers of one decode step share.
+
+A persistent decode kernel starts `num_sm_parts` groups of CTAs ("parts") and gives each a contiguous share
+of all (request, page) work, so that every SM is busy however unequal the requests are. A request that is
+cut by a boundary between parts is merged afterwards.
+
+Put all requests on one line: request `i` occupies `blocks_i + 5` units, the 5 standing for the cost of
+starting and ending a request. A part takes `quota = ceil(total / parts)` units, except that a boundary
+which would leave a request with 5 units or fewer moves on to that request's end:
+
+    x_0 = 0,   x_{p+1} = snap(x_p + quota),   snap(z) = C if some request starts at C in (z, z + 5], else z
+
+Between two snaps the boundaries are equidistant, so all of them follow from the chain of snaps, which is
+found for every request at once and followed by pointer doubling: O(log parts) steps, no loop over parts or
+requests.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+PAGE_SIZE = 64  # tokens per block of work: one cache page
+REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs, in units of one page's work
+ROWS_PER_CTA = 64  # query rows (S * H) that one CTA handles
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TileSchedule:
+    """Work of every part, in FlashMLA's row order of 2026-01.
+
+    `metadata[p]` is `begin_req, end_req (incl.), begin_block, end_block (excl.), begin_split,
+    first_is_split, last_is_split, 0`; blocks are pages of 64 tokens within the request named before them. A
+    part without work has begin_req B, and its other columns mean nothing. `num_splits` is cumulative:
+    request `b` is computed in `num_splits[b + 1] - num_splits[b]` pieces.
+    """
+
+    metadata: Int32[Array, "parts 8"]
+    num_splits: Int32[Array, "B+1"]
+
+
+def num_sm_parts(num_sms: int, seq_len_q: int, num_heads_q: int, num_heads_kv: int = 1) -> int:
+    """Parts that fill `num_sms` SMs when every part needs one CTA per 64 query rows; never below 1."""
+    rows = seq_len_q * num_heads_q // num_heads_kv
+    return max(num_sms // num_heads_kv // -(-rows // ROWS_PER_CTA), 1)
+
+
+def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int) -> TileSchedule:
+    """Divide the pages of all requests over `num_sm_parts` parts.
+
+    Args:
+        kv_lens: keys per request; 0 is allowed and counts as one block of work.
+        num_sm_parts: parts to fill, from `num_sm_parts()`.
+
+    Returns:
+        A `TileSchedule` equal, bit for bit, to that of FlashMLA's scheduler.
+
+    Raises:
+        ValueError: kv_lens is not a non-empty int32 vector, or there is no part.
+
+    Cost: jitted, no host read; O(B^2) integer operations fused into one reduction, beside them
+    O((B + parts) log parts).
+    """
+    _check(kv_lens, num_sm_parts)
+    return _dense_schedule(kv_lens, num_sm_parts)
+
+
+def tile_schedule_tokens(kv_lens: Int32[Array, " B"], num_sm_parts: int) -> TileSchedule:
+    """The same division in the row order of 2025-02, which FlashMLA's dense FP8 op still takes.
+
+    `metadata[p]` is `begin_req, begin_token, end_req (incl.), end_token (excl.), begin_split, 0, 0, 0`. An
+    empty request counts 0 blocks here. Arguments, errors and cost are those of `tile_schedule`.
+    """
+    _check(kv_lens, num_sm_parts)
+    return _token_schedule(kv_lens, num_sm_parts)
+
+
+def _check(kv_lens: Array, parts: int) -> None:
+    if kv_lens.ndim != 1 or kv_lens.shape[0] == 0 or kv_lens.dtype != jnp.int32:
+        raise ValueError(f"kv_lens must be a non-empty int32 vector, got {kv_lens.dtype}{kv_lens.shape}")
+    if parts < 1:
+        raise ValueError(f"num_sm_parts must be at least 1, got {parts}")
+
+
+@jax.jit(static_argnums=1)
+def _dense_schedule(kv_lens: Array, parts: int) -> TileSchedule:
+    blocks = lax.div(jnp.maximum(kv_lens - 1, 0), PAGE_SIZE) + 1
+    cut = _cut(blocks, parts)
+    last_block = jnp.where(kv_lens > 0, blocks, 0)[cut.end_req]
+    end_block = jnp.where(cut.end_unit > 0, cut.end_unit, last_block)
+    pieces = jnp.diff(cut.num_splits)
+    batch = kv_lens.shape[0]
+    first_split = pieces[jnp.minimum(cut.begin_req, batch - 1)] > 1
+    last_split = pieces[cut.end_req] > 1
+    begin, end = (cut.begin_req, cut.begin_unit), (cut.end_req, end_block)
+    columns = [begin[0], end[0], begin[1], end[1], cut.begin_split, first_split, last_split]
+    return TileSchedule(_rows(columns, parts), cut.num_splits)
+
+
+@jax.jit(static_argnums=1)
+def _token_schedule(kv_lens: Array, parts: int) -> TileSchedule:
+    cut = _cut(lax.div(kv_lens + (PAGE_SIZE - 1), PAGE_SIZE), parts)
+    end_len = kv_lens[cut.end_req]
+    end_token = jnp.where(cut.end_unit > 0, jnp.minimum(cut.end_unit * PAGE_SIZE, end_len), end_len)
+    columns = [cut.begin_req, cut.begin_unit * PAGE_SIZE, cut.end_req, end_token, cut.begin_split]
+    return TileSchedule(_rows(columns, parts), cut.num_splits)
+
+
+def _rows(columns: list[Array], parts: int) -> Array:
+    columns = [c.astype(jnp.int32) for c in columns]
+    return jnp.stack(columns + [jnp.zeros(parts, jnp.int32)] * (8 - len(columns)), axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Where parts begin and end; a unit is a block of its request, end_unit 0 means a complete `end_req`."""
+
+    begin_req: Array  # [parts]
+    begin_unit: Array  # [parts]
+    begin_split: Array  # [parts]
+    end_req: Array  # [parts]
+    end_unit: Array  # [parts]
+    num_splits: Array  # [B + 1]
+
+
+def _cut(blocks: Int32[Array, " B"], parts: int) -> _Cut:
+    batch = blocks.shape[0]
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks + REQUEST_OVERHEAD)])  # [B + 1]
+    total = starts[-1]
+    quota = lax.div(total + (parts - 1), parts)
+    bounds = jnp.minimum(_boundaries(starts, quota, parts), total)  # [parts + 1]
+    # Starts are sorted, so counting is searching; a count fuses where a binary search would not.
+    req = jnp.sum(starts[None, :] <= bounds[:, None], axis=1, dtype=jnp.int32) - 1
+    unit = bounds - starts[req]
+    begin_req, begin_unit = req[:-1], unit[:-1]
+    # A boundary inside a request adds a piece to it.
+    inside = begin_unit > 0
+    same = (begin_req[:, None] == begin_req[None, :]) & inside[None, :] & inside[:, None]
+    earlier = jnp.arange(parts)[None, :] <= jnp.arange(parts)[:, None]
+    begin_split = jnp.sum(same & earlier, axis=1, dtype=jnp.int32)
+    index = jnp.arange(batch + 1, dtype=jnp.int32)
+    cuts_before = jnp.sum(inside[None, :] & (begin_req[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
+    end_req = jnp.where(unit[1:] > 0, req[1:], req[1:] - 1)
+    return _Cut(begin_req, begin_unit, begin_split, end_req, unit[1:], index + cuts_before)
+
+
+def _boundaries(starts: Array, quota: Array, parts: int) -> Array:
+    """x_0 .. x_parts of the module's docstring: [parts + 1], not yet clipped to the total."""
+    nxt, hops = _next_snap(starts, quota, parts)
+    tables = [(nxt, hops)]
+    while 2 ** len(tables) <= parts:
+        nxt, hops = nxt[nxt], jnp.minimum(hops + hops[nxt], parts + 1)
+        tables.append((nxt, hops))
+    part = jnp.arange(parts + 1, dtype=jnp.int32)
+    at = jnp.zeros(parts + 1, jnp.int32)  # the last snapped request at or before x_part
+    reached = jnp.zeros(parts + 1, jnp.int32)  # the part that begins there
+    for nxt, hops in reversed(tables):
+        after = reached + hops[at]
+        fits = after <= part
+        at, reached = jnp.where(fits, nxt[at], at), jnp.where(fits, after, reached)
+    return starts[at] + (part - reached) * quota
+
+
+def _next_snap(starts: Array, quota: Array, parts: int) -> tuple[Array, Array]:
+    """For a part that begins at request i: the next start that a boundary snaps to, and after how many parts.
+
+    Boundary k after i lies at starts[i] + k * quota and snaps to request j iff starts[j] - starts[i] is in
+    (k * quota, k * quota + 5]. Requests are 5 units or longer, so at most one j fits a k; the smallest k
+    wins.
+    """
+    count = starts.shape[0]
+    ahead = starts[None, :] - starts[:, None]  # [i, j]
+    # The smallest k >= 1 whose window reaches j: ceil((ahead - 5) / quota), rounded towards zero below.
+    hops = jnp.maximum(lax.div(ahead - (REQUEST_OVERHEAD + 1), jnp.broadcast_to(quota, ahead.shape)) + 1, 1)
+    snaps = (ahead > hops * quota) & (hops <= parts)
+    never = jnp.int32((parts + 1) * count)
+    key = jnp.min(jnp.where(snaps, hops * count + jnp.arange(count, dtype=jnp.int32)[None, :], never), axis=1)
+    return jnp.where(key < never, lax.rem(key, count), 0), lax.div(key, count)

@@ -1,0 +1,104 @@
+"""The schedule against the CUDA scheduler's own output, and against a walk in plain Python."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.schedule import num_sm_parts, tile_schedule, tile_schedule_tokens
+
+GOLDEN = np.load(pathlib.Path(__file__).parent / "data" / "golden_metadata.npz")
+NAMES = sorted({key.split("/")[0] for key in GOLDEN.files})
+
+
+def walk(lens, parts, *, empty_blocks):
+    """Rows (begin_req, end_req, begin_block, end_block, begin_split) and num_splits, request by request."""
+    lens = [int(n) for n in lens]
+    blocks = [max(n - 1, 0) // 64 + 1 if n else empty_blocks for n in lens]
+    payload = -(-sum(n + 5 for n in blocks) // parts) + 5
+    rows, num_splits = [], [0]
+    req = block = split = 0
+    for _ in range(parts):
+        begin, room = (req, block, split), payload
+        while req < len(lens):
+            left = blocks[req] - block
+            if room < left + 5:
+                if room > 5:
+                    block, split = block + room - 5, split + 1
+                break
+            room -= left + 5
+            num_splits.append(num_splits[-1] + split + 1)
+            req, block, split = req + 1, 0, 0
+        end_req = req if block else req - 1
+        end_block = block or (blocks[end_req] if lens[end_req] else 0)
+        rows.append((begin[0], end_req, begin[1], end_block, begin[2]))
+    assert req == len(lens)
+    return np.array(rows), np.array(num_splits)
+
+
+def assert_rows(got, want, batch):
+    """Equal in begin_req, and in all columns where the part has work."""
+    np.testing.assert_array_equal(got[:, 0], want[:, 0])
+    live = want[:, 0] < batch
+    np.testing.assert_array_equal(got[live], want[live])
+
+
+@pytest.mark.parametrize("kind", ["dense", "dense_fp8"])
+def test_equals_cuda_scheduler(kind):
+    names = [n for n in NAMES if str(GOLDEN[f"{n}/kind"]) == kind]
+    assert len(names) == {"dense": 108, "dense_fp8": 12}[kind]
+    make, columns = (tile_schedule, 8) if kind == "dense" else (tile_schedule_tokens, 5)
+    for name in names:
+        lens, want = GOLDEN[f"{name}/cache_seqlens"], GOLDEN[f"{name}/tile_scheduler_metadata"]
+        heads, tokens = int(GOLDEN[f"{name}/num_heads_q"]), int(GOLDEN[f"{name}/seq_len_q"])
+        parts = num_sm_parts(132, tokens, heads)
+        assert parts == want.shape[0]
+        got = make(jnp.asarray(lens), parts)
+        np.testing.assert_array_equal(got.num_splits, GOLDEN[f"{name}/num_splits"])
+        meaning = np.r_[0:7] if kind == "dense" else np.r_[0:columns]  # the last column is padding
+        assert_rows(np.asarray(got.metadata)[:, meaning], want[:, meaning], len(lens))
+
+
+@pytest.mark.parametrize("batch", [1, 5, 128, 4096])
+def test_equals_plain_walk(batch):
+    rng = np.random.default_rng(batch)
+    for parts in (1, 7, 66, 132):
+        for longest in (0, 1, 64, 300, 1000, 5000, 20_000, 100_000) * (4 if batch < 4096 else 1):
+            lens = rng.integers(0, longest + 1, batch).astype(np.int32)
+            rows, num_splits = walk(lens, parts, empty_blocks=1)
+            got = tile_schedule(jnp.asarray(lens), parts)
+            np.testing.assert_array_equal(got.num_splits, num_splits)
+            assert_rows(np.asarray(got.metadata)[:, :5], rows, batch)
+            assert int(got.num_splits[-1]) <= batch + parts
+
+            rows, num_splits = walk(lens, parts, empty_blocks=0)
+            end_token = np.minimum(rows[:, 3] * 64, lens[rows[:, 1]])
+            tokens = np.stack([rows[:, 0], rows[:, 2] * 64, rows[:, 1], end_token, rows[:, 4]], axis=1)
+            got = tile_schedule_tokens(jnp.asarray(lens), parts)
+            np.testing.assert_array_equal(got.num_splits, num_splits)
+            assert_rows(np.asarray(got.metadata)[:, :5], tokens, batch)
+
+
+def test_one_compilation_serves_all_lengths():
+    made = jax.jit(lambda lens: tile_schedule(lens, 132))
+    for n in (0, 1, 64, 65, 4096):
+        made(jnp.full(8, n, jnp.int32))
+    assert made._cache_size() == 1
+    assert "callback" not in str(jax.make_jaxpr(made)(jnp.zeros(8, jnp.int32)))
+
+
+def test_num_sm_parts():
+    got = [num_sm_parts(132, s, h) for h, s in ((128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (16, 1))]
+    assert got == [66, 33, 16, 132, 66, 132]
+    assert num_sm_parts(132, 70 * 1024, 128) == 1
+
+
+def test_wrong_calls_say_what_came():
+    with pytest.raises(ValueError, match="int32 vector, got float32"):
+        tile_schedule(jnp.zeros(3), 4)
+    with pytest.raises(ValueError, match="int32 vector, got int32"):
+        tile_schedule(jnp.zeros((2, 3), jnp.int32), 4)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        tile_schedule(jnp.zeros(3, jnp.int32), 0)
