@@ -1,0 +1,138 @@
+"""Merging the pieces of requests that several parts share."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, ROWS
+from mla_jax.attention.mosaic_gpu.hardware import wait_for_count
+from mla_jax.attention.mosaic_gpu.scores import LOWEST
+from mla_jax.attention.mosaic_gpu.work import Cta
+from mla_jax.schedule import TileSchedule
+
+VECTOR = plgpu.Layout.WG_STRIDED((LATENT,), vec_size=4)
+SIGNALS_PER_PIECE = 3  # the score role and both value roles
+
+
+class _State(NamedTuple):
+    """A row's merge so far."""
+
+    top: jax.Array  # largest lse, base 2
+    total: jax.Array  # sum of exp2(lse - top)
+    output: jax.Array  # [512] weighted sum
+
+
+def merge(cta: Cta, worker: int, workers: int) -> None:
+    """Merge a share of the rows of the first and the last request of this part, if others share them.
+
+    Every part of a shared request merges 1 / pieces of its rows once all pieces are there. This cannot
+    deadlock: all CTAs of the grid are on the GPU together, and each leaves its pieces before it waits.
+    """
+
+    def one(which: jax.Array, nothing: int) -> int:
+        first = which == 0
+        request = jnp.where(first, cta.begin_req, cta.end_req)
+        there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
+        safe = lax.max(lax.min(request, jnp.int32(cta.problem.batch - 1)), jnp.int32(0))
+        pieces = cta.pieces(safe)
+
+        @pl.when(there & (pieces > 1))
+        def _() -> None:
+            mine = jnp.where(first, cta.memory.metadata[cta.part, 4], 0)
+            wait_for_count(cta.counter(safe), pieces * SIGNALS_PER_PIECE)
+            # Few pieces: several rows at once keep enough loads in flight. Many: one row, many pieces.
+            few = pieces <= 4
+            pl.when(few)(lambda: _merge_rows(cta, safe, mine, worker, workers, rows=8, unroll=2))
+            pl.when(~few)(lambda: _merge_rows(cta, safe, mine, worker, workers, rows=1, unroll=16))
+
+        return nothing
+
+    lax.fori_loop(0, 2, one, 0)
+
+
+def _merge_rows(
+    cta: Cta, request: jax.Array, mine: jax.Array, worker: int, workers: int, *, rows: int, unroll: int
+) -> None:
+    """Merge this worker's rows, `rows` at a time, reading `unroll` pieces of each at once."""
+    memory, problem = cta.memory, cta.problem
+    pieces = cta.pieces(request)
+    first_part = cta.part - mine
+    first_piece = first_part + jnp.where(request == memory.metadata[first_part, 0], 0, problem.parts)
+    share = mine * workers + worker
+    begin = lax.div(problem.copied_rows * share, workers * pieces)
+    end = lax.div(problem.copied_rows * (share + 1), workers * pieces)
+
+    def slot_of(piece: jax.Array) -> jax.Array:
+        return jnp.where(piece == 0, first_piece, first_part + piece)
+
+    def tile(t: jax.Array, nothing: int) -> int:
+        row = [cta.row_block * ROWS + lax.min(begin + t * rows + j, end - 1) for j in range(rows)]
+
+        def step(i: jax.Array, states: tuple[_State, ...]) -> tuple[_State, ...]:
+            piece = [i * unroll + u for u in range(unroll)]
+            slot = [slot_of(lax.min(p, pieces - 1)) for p in piece]  # only what was written is read
+            output = [[plgpu.load(memory.part_out.at[s, r], layout=VECTOR) for s in slot] for r in row]
+            lse = [
+                [
+                    jnp.where(p < pieces, memory.part_lse[s, r], -jnp.inf)
+                    for p, s in zip(piece, slot, strict=True)
+                ]
+                for r in row
+            ]
+            return tuple(_add(*args) for args in zip(states, lse, output, strict=True))
+
+        zeros = plgpu.layout_cast(jnp.zeros((LATENT,), jnp.float32), VECTOR)
+        states = tuple(_State(jnp.float32(LOWEST), jnp.float32(0), zeros) for _ in range(rows))
+        states = lax.fori_loop(0, lax.div(pieces + (unroll - 1), jnp.int32(unroll)), step, states)
+        for r, state in zip(row, states, strict=True):
+            empty = state.total == 0
+            total = jnp.where(empty, 1.0, state.total)
+            memory.out.at[request, r][...] = (state.output * (1.0 / total)).astype(problem.dtype)
+            lse = (state.top + jnp.log2(total)) * (1 / LOG2E)
+            memory.lse[request, r] = jnp.where(empty, -jnp.inf, lse)
+        return nothing
+
+    lax.fori_loop(0, lax.div(end - begin + (rows - 1), jnp.int32(rows)), tile, 0)
+
+
+def _add(state: _State, lse: list[jax.Array], output: list[jax.Array]) -> _State:
+    top = state.top
+    for x in lse:
+        top = jnp.maximum(top, x)
+    decay = jnp.exp2(state.top - top)
+    total, merged = state.total * decay, state.output * decay
+    for x, o in zip(lse, output, strict=True):
+        weight = jnp.exp2(x - top)
+        total, merged = total + weight, merged + o * weight
+    return _State(top, total, merged)
+
+
+def merge_outside(
+    out: jax.Array, lse: jax.Array, part_out: jax.Array, part_lse: jax.Array, schedule: TileSchedule
+) -> tuple[jax.Array, jax.Array]:
+    """The same merge in plain JAX, for the interpreter, which has no flags in global memory."""
+    parts = schedule.metadata.shape[0]
+    batch, rows, _ = out.shape
+    pieces = jnp.diff(schedule.num_splits)
+    request = jnp.concatenate([schedule.metadata[:, 0], schedule.metadata[:, 1]])  # of each workspace slot
+    second = jnp.arange(2 * parts) >= parts
+    both = jnp.concatenate([schedule.metadata[:, 0] == schedule.metadata[:, 1]] * 2)
+    inside = (request >= 0) & (request < batch) & (jnp.concatenate([schedule.metadata[:, 0]] * 2) < batch)
+    live = inside & (pieces[jnp.clip(request, 0, batch - 1)] > 1) & ~(second & both)
+    target = jnp.where(live, request, batch)
+    weight = jnp.where(live[:, None], part_lse[:, :rows], -jnp.inf)
+    top = jnp.full((batch + 1, rows), -jnp.inf).at[target].max(weight)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = jnp.where(live[:, None], jnp.exp2(weight - top[target]), 0.0)
+    total = jnp.zeros((batch + 1, rows)).at[target].add(weight)[:batch]
+    values = jnp.where((weight > 0)[..., None], part_out[:, :rows] * weight[..., None], 0.0)
+    merged = jnp.zeros((batch + 1, rows, LATENT)).at[target].add(values)[:batch]
+    safe = jnp.where(total == 0, 1.0, total)
+    merged_lse = jnp.where(total == 0, -jnp.inf, (top[:batch] + jnp.log2(safe)) / LOG2E)
+    split = (pieces > 1)[:, None]
+    merged = (merged / safe[..., None]).astype(out.dtype)
+    return jnp.where(split[..., None], merged, out), jnp.where(split, merged_lse, lse)

@@ -1,0 +1,156 @@
+"""Instructions without a name in Pallas: named barriers, flags in global memory, clearing swizzled rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from mla_jax.attention.mosaic_gpu.config import PAGE, WARPGROUP
+
+Ref = Any
+SCALAR = plgpu.Layout.WG_SPLAT
+# How 16-bit operands of a WGMMA lie in shared memory.
+TILED: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
+FIRST_FREE_BARRIER = 4  # hardware barriers 0 to 3 belong to Mosaic: one per CTA and one per warpgroup
+
+
+class Signal:
+    """One-way signals between warpgroups, one per index; an index may be sent again once it was received.
+
+    On a GPU a hardware barrier: one instruction per warp, where a barrier in shared memory costs 128 serial
+    atomics. The interpreter does not know those, and is given barriers in shared memory.
+    """
+
+    def __init__(self, first_id: int, threads: int, emulated: Ref | None):
+        self.first_id, self.threads, self.emulated = first_id, threads, emulated
+
+    def send(self, index: jax.Array) -> None:
+        """Say that everything this warpgroup did before is done."""
+        if self.emulated is None:
+            _named_barrier("arrive", self.first_id + index, self.threads)
+        else:
+            plgpu.barrier_arrive(self.emulated.at[index])
+
+    def receive(self, index: jax.Array) -> None:
+        """Wait until the senders have sent."""
+        if self.emulated is None:
+            _named_barrier("sync", self.first_id + index, self.threads)
+        else:
+            plgpu.barrier_wait(self.emulated.at[index])
+
+
+def _named_barrier(kind: str, index: jax.Array, threads: int) -> None:
+    @plgpu.inline_mgpu(arg_types=(SCALAR,))
+    def barrier(ctx: Any, index: Any) -> None:
+        mgpu_utils.inline_ptx(f"bar.{kind} $0, {threads};", index.registers.item(), has_side_effects=True)
+
+    barrier(index)
+
+
+def warpgroup_barrier(*, emulate: bool) -> None:
+    """Wait until all four warps of this warpgroup are here; in the interpreter they are one thread."""
+    if emulate:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        mgpu_utils.warpgroup_barrier()
+
+    barrier()
+
+
+def count_up(counter: Ref) -> None:
+    """Publish this warpgroup's stores to global memory, then add 1 to a counter there."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def publish(ctx: Any, counter: Any) -> None:
+        mgpu_utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
+        mgpu_utils.warpgroup_barrier()
+        mgpu_utils.inline_ptx(
+            "red.release.gpu.global.add.u32 [$0], 1;",
+            mgpu_utils.memref_ptr(counter),
+            predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+            has_side_effects=True,
+        )
+
+    publish(counter)
+
+
+def wait_for_count(counter: Ref, count: jax.Array) -> None:
+    """Wait until a counter in global memory has reached `count`; what was published before it is visible."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def wait(ctx: Any, counter: Any, count: Any) -> None:
+        mgpu_utils.inline_ptx(
+            "{ .reg .pred less; .reg .u32 seen; AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; "
+            "setp.lt.u32 less, seen, $1; @less bra AGAIN; }",
+            mgpu_utils.memref_ptr(counter),
+            count.registers.item(),
+            has_side_effects=True,
+        )
+
+    wait(counter, count)
+
+
+def clear_rows(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
+    """tile[first:, :] = 0 for a (64, 64 n) tile of 16-bit elements in the layout TILED.
+
+    The swizzle permutes 16-byte chunks within a row, so whole rows are cleared without knowing it, by stores
+    alone.
+    """
+    if emulate:
+        layout = plgpu.Layout.WGMMA
+        for start in range(0, tile.shape[-1], PAGE):
+            part = tile.at[:, pl.ds(start, PAGE)]
+            row = plgpu.broadcasted_iota(jnp.int32, (PAGE, PAGE), 0, layout=layout)
+            part[...] = jnp.where(row < first, plgpu.load(part, layout=layout), jnp.zeros((), tile.dtype))
+        return
+    column_tiles = tile.shape[-1] // 64
+    chunks = 8 * column_tiles  # 16-byte chunks in a row
+    rows_at_once = WARPGROUP // chunks
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED), SCALAR))
+    def clear(ctx: Any, tile: Any, first: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+
+        def const(value: int) -> Any:
+            return mgpu_utils.c(value, i32)
+
+        def times(x: Any, value: int) -> Any:
+            return arith.muli(x, const(value))
+
+        base = mgpu_utils.memref_ptr(tile)
+        thread = arith.remui(mgpu_utils.thread_idx(), const(WARPGROUP))
+        chunk = arith.remui(thread, const(chunks))
+        column = arith.addi(
+            times(arith.divui(chunk, const(8)), 1024), times(arith.remui(chunk, const(8)), 16)
+        )
+        row = arith.addi(first.registers.item(), arith.divui(thread, const(chunks)))
+        loop: Any = scf.ForOp(row, const(PAGE), const(rows_at_once), [])  # type: ignore[call-arg]
+        with ir.InsertionPoint(loop.body):
+            row = loop.induction_variable
+            eight_rows = times(arith.divui(row, const(8)), 1024 * column_tiles)
+            offset = arith.addi(column, arith.addi(eight_rows, times(arith.remui(row, const(8)), 128)))
+            address = mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+            mgpu_utils.inline_ptx("st.shared.v4.b32 [$0], {0, 0, 0, 0};", address, has_side_effects=True)
+            scf.yield_([])
+
+    clear(tile, first)
+
+
+def one_warp(body: Callable[[], None], *, emulate: bool) -> None:
+    """Run `body` in the first warp of this warpgroup; in the interpreter, in the whole warpgroup."""
+    if emulate:
+        body()
+        return
+
+    @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+    def warps() -> None:
+        pl.when(lax.axis_index("warp") == 0)(body)

@@ -1,0 +1,193 @@
+"""The score role: queries stay in registers, S = Q K^T, softmax, probabilities into shared memory."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
+from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn
+
+MATRIX = plgpu.Layout.WGMMA
+ROW = MATRIX.reduce(1)  # one value per row of a MATRIX
+LOWEST = -1e30  # the running maximum before any key: finite, so that no inf - inf arises
+HIDDEN = -1e33  # a masked logit: far below LOWEST, so that its probability is 0 even if no key is visible
+
+
+class Queries(NamedTuple):
+    """64 queries as A operands of the score products: latent dims in registers, 128 per thread."""
+
+    left: jax.Array  # [64, 256]
+    right: jax.Array  # [64, 256]
+    rope: Ref  # [64, 64] in shared memory: no registers are left for it
+
+
+class Softmax(NamedTuple):
+    """Running softmax over the keys seen so far, base 2."""
+
+    top: jax.Array  # [64] largest logit
+    total: jax.Array  # [64] sum of exp2(logit - top)
+
+
+def score(cta: Cta) -> None:
+    """Score every block of every request, and write the log-sum-exp."""
+    slots = cta.config.slots
+    scale = cta.memory.scale[0]
+    logit_scale = jnp.abs(scale) * LOG2E
+
+    def request(r: jax.Array, turn: Turn) -> Turn:
+        segment = cta.segment(r)
+        queries = _take_queries(cta, turn.slot, jnp.where(scale < 0, -1.0, 1.0))
+        turn = turn.after_queries(slots)
+
+        def block(masked: bool, i: jax.Array, carry: tuple[Softmax, Turn]) -> tuple[Softmax, Turn]:
+            softmax, turn = carry
+            products = _products(cta, queries, turn.slot)
+            if cta.config.stagger:
+
+                @pl.when(i > segment.first)
+                def _() -> None:
+                    cta.next_scores_done.send(1 - turn.parity)
+
+            logits = products * logit_scale
+            if masked:
+                logits = jnp.where(_visible(cta, segment, i), logits, HIDDEN)
+            softmax, decay, probabilities = _advance(softmax, logits)
+            warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
+            cta.slots.rope.at[turn.slot][...] = probabilities.astype(cta.problem.dtype)
+            cta.decay(turn.slot)[...] = decay
+            cta.inverse(turn.slot)[...] = 1.0 / _nonzero(softmax.total)
+            if masked:
+                _clear_unowned_values(cta, segment, i, turn.slot)
+            plgpu.commit_smem()
+            cta.scored.send(turn.slot)
+            return softmax, turn.after_keys(slots)
+
+        softmax = Softmax(
+            plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
+            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW),
+        )
+        mask_from = lax.max(lax.min(_first_masked_block(cta, segment.length), segment.end), segment.first)
+        carry = (softmax, turn)
+        carry = lax.fori_loop(segment.first, mask_from, lambda i, c: block(False, i, c), carry)
+        softmax, turn = lax.fori_loop(mask_from, segment.end, lambda i, c: block(True, i, c), carry)
+        if cta.config.stagger:
+            cta.next_scores_done.send(1 - turn.parity)
+        _store_lse(cta, segment, softmax)
+        return turn
+
+    cta.for_each_request(request, Turn.start())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _take_queries(cta: Cta, slot: jax.Array, sign: jax.Array) -> Queries:
+    """Move queries times `sign` out of their slot, and give the slot back."""
+    plgpu.barrier_wait(cta.left_full.at[slot])
+    plgpu.barrier_wait(cta.right_full.at[slot])
+    left, right, rope = (
+        (plgpu.load(buffer.at[slot], layout=MATRIX).astype(jnp.float32) * sign).astype(cta.problem.dtype)
+        for buffer in (cta.slots.left, cta.slots.right, cta.slots.rope)
+    )
+    cta.query_rope[...] = rope
+    plgpu.commit_smem()
+    cta.scored.send(slot)
+    return Queries(left, right, cta.query_rope)
+
+
+def _products(cta: Cta, queries: Queries, slot: jax.Array) -> jax.Array:
+    """Q K^T of one block: [64, 64] float32."""
+    left, right, rope = (b.at[slot] for b in (cta.slots.left, cta.slots.right, cta.slots.rope))
+    if cta.emulate:
+        plgpu.barrier_wait(cta.left_full.at[slot])
+        plgpu.barrier_wait(cta.right_full.at[slot])
+        pairs = ((queries.left, left), (queries.right, right), (queries.rope[...], rope))
+        products = jnp.zeros((ROWS, PAGE), jnp.float32)
+        for q, k in pairs:
+            products += jnp.dot(q.astype(jnp.float32), k[...].astype(jnp.float32).T)
+        plgpu.commit_smem()  # the slot has been read
+        return products
+
+    def issue(products: Any) -> jax.Array:
+        plgpu.barrier_wait(cta.left_full.at[slot])
+        plgpu.wgmma(products, queries.left, left.transpose((1, 0)))
+        plgpu.barrier_wait(cta.right_full.at[slot])
+        plgpu.wgmma(products, queries.right, right.transpose((1, 0)))
+        plgpu.wgmma(products, queries.rope, rope.transpose((1, 0)))
+        return products[...]
+
+    return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
+
+
+def _advance(softmax: Softmax, logits: jax.Array) -> tuple[Softmax, jax.Array, jax.Array]:
+    """One step of the online softmax: its new state, the decay of what came before, the probabilities."""
+    top = jnp.maximum(softmax.top, logits.max(axis=1))
+    decay = jnp.exp2(softmax.top - top)
+    probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [0]))
+    return Softmax(top, softmax.total * decay + probabilities.sum(axis=1)), decay, probabilities
+
+
+def _first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
+    """The first block with a key that some row must not see."""
+    seen_by_all = length - (cta.problem.tokens if cta.problem.tree else cta.problem.tokens - 1)
+    if not (cta.problem.causal or cta.problem.tree):
+        seen_by_all = length
+    return lax.div(lax.max(seen_by_all, jnp.int32(0)), jnp.int32(PAGE))
+
+
+def _visible(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
+    """Which keys of a block each row sees: [64, 64]."""
+    problem = cta.problem
+    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 1, layout=MATRIX) + block * PAGE
+    if problem.tree:
+        words = plgpu.load(cta.memory.tree.at[segment.request, pl.ds(cta.row_block * ROWS, ROWS)], layout=ROW)
+        position = key - (segment.length - problem.tokens)
+        bit = lax.shift_right_logical(
+            lax.broadcast_in_dim(words, key.shape, [0]),
+            lax.max(lax.min(position, jnp.int32(31)), jnp.int32(0)),
+        )
+        return (key < segment.length) & ((position < 0) | ((bit & 1) == 1))
+    if not problem.causal or problem.tokens == 1:
+        return key < segment.length
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 0, layout=MATRIX) + cta.row_block * ROWS
+    limit = segment.length - (problem.tokens - 1) + lax.div(row, jnp.int32(problem.heads))
+    return key < jnp.minimum(limit, segment.length)
+
+
+def _clear_unowned_values(cta: Cta, segment: Segment, block: jax.Array, slot: jax.Array) -> None:
+    """Nobody owns the rows past the end: they may hold NaN, and 0 * NaN is NaN."""
+
+    @pl.when((block + 1) * PAGE > segment.length)
+    def _() -> None:
+        first = lax.max(segment.length - block * PAGE, jnp.int32(0))
+        clear_rows(cta.slots.left.at[slot], first, emulate=cta.emulate)
+        clear_rows(cta.slots.right.at[slot], first, emulate=cta.emulate)
+
+
+def _nonzero(total: jax.Array) -> jax.Array:
+    return jnp.where(total == 0, 1.0, total)
+
+
+def _store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
+    """Natural-log lse of a whole request; base 2, beside the counter, of a piece."""
+    r = segment.request
+    lse = softmax.top + jnp.log2(_nonzero(softmax.total))
+    lse = jnp.where(softmax.total == 0, -jnp.inf, lse)
+    whole = cta.pieces(r) == 1
+
+    @pl.when(whole)
+    def _() -> None:
+        plgpu.wait_smem_to_gmem(0)  # the previous request's copy has left the stage
+        cta.lse_stage[...] = lse * (1 / LOG2E)
+        plgpu.commit_smem()
+        staged = cta.lse_stage.at[pl.ds(0, cta.problem.copied_rows)]
+        plgpu.copy_smem_to_gmem(staged, cta.memory.lse.at[r, cta.rows])
+
+    @pl.when(~whole)
+    def _() -> None:
+        cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, ROWS)][...] = lse
+        if not cta.emulate:
+            count_up(cta.counter(r))

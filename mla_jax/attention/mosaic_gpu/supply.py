@@ -1,0 +1,82 @@
+"""Keeping the ring of slots full. The value roles do it themselves, each its half of a slot.
+
+A WGMMA with 128 accumulators per thread only fits a CTA of three warpgroups, so there is none to spare for
+loads. None is needed: the slot that a value role has just used is its own to refill, and no signal is waited
+for.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS
+from mla_jax.attention.mosaic_gpu.hardware import one_warp
+from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side
+
+QUERIES = -1  # in place of a block: the queries of a request, which come before its first block
+
+
+class Upcoming(NamedTuple):
+    """The next item to load: a block of keys of a request, or its queries."""
+
+    request: jax.Array
+    block: jax.Array
+    end: jax.Array  # of the request's blocks in this part
+    page: jax.Array  # of the block; asked for early, because the table is far away
+
+    @classmethod
+    def start(cls, cta: Cta) -> "Upcoming":
+        """The queries of the first request."""
+        request = cta.begin_req
+        return cls(request, jnp.int32(QUERIES), cta.segment(cta.existing(request)).end, jnp.int32(0))
+
+    def after(self, cta: Cta) -> "Upcoming":
+        """The item after this one; a request behind `cta.end_req` says that there is none."""
+        first = jnp.where(self.request == cta.begin_req, cta.begin_block, 0)
+        block = jnp.where(self.block == QUERIES, first, self.block + 1)
+        over = block >= self.end
+        request = self.request + jnp.where(over, 1, 0)
+        segment = cta.segment(cta.existing(request))
+        block = jnp.where(over, QUERIES, block)
+        # The table is only read where the request has keys; page 0 stands in and is masked.
+        owned = (block >= 0) & (block * PAGE < segment.length)
+        page = jnp.where(owned, cta.memory.table[segment.request, jnp.where(owned, block, 0)], 0)
+        return Upcoming(request, block, segment.end, page)
+
+
+def fill(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
+    """Start loading this side's half of an item into a slot that nobody uses; returns the next item."""
+
+    def copy(source: Ref, rows: int) -> None:
+        def part(buffer: Ref, first: int, columns: int, full: Ref) -> None:
+            target = buffer.at[slot] if rows == ROWS else buffer.at[slot, pl.ds(0, rows)]
+            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, columns)], target, full.at[slot])
+
+        if side == Side.LEFT:
+            part(cta.slots.left, 0, HALF, cta.left_full)
+        else:
+            part(cta.slots.right, HALF, HALF, cta.right_full)
+            part(cta.slots.rope, LATENT, ROPE, cta.right_full)
+
+    there = item.request <= cta.end_req
+    keys = there & (item.block != QUERIES)
+    queries = there & (item.block == QUERIES)
+    request = cta.existing(item.request)
+
+    def issue() -> None:
+        pl.when(keys)(lambda: copy(cta.memory.cache.at[item.page], ROWS))
+        pl.when(queries)(lambda: copy(cta.memory.q.at[request, cta.rows], cta.problem.copied_rows))
+
+    one_warp(issue, emulate=cta.emulate)
+    return item.after(cta)
+
+
+def fill_all(cta: Cta, side: Side) -> Upcoming:
+    """Fill the empty ring; returns the first item that found no place."""
+    return lax.fori_loop(
+        0, cta.config.slots, lambda slot, item: fill(cta, side, slot, item), Upcoming.start(cta)
+    )

@@ -1,0 +1,93 @@
+"""The two value roles: each keeps half of the output, 64 rows of 256 dims, in registers; adds P V to it."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.config import HALF, ROWS
+from mla_jax.attention.mosaic_gpu.hardware import count_up, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.scores import MATRIX, ROW
+from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all
+from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side, Turn
+
+
+def accumulate(cta: Cta, side: Side) -> None:
+    """Add up the values of every block of every request, write the output, and refill what was used."""
+    slots = cta.config.slots
+    buffer = cta.slots.left if side == Side.LEFT else cta.slots.right
+
+    def request(r: jax.Array, carry: tuple[Turn, Upcoming]) -> tuple[Turn, Upcoming]:
+        turn, item = carry
+        segment = cta.segment(r)
+        cta.scored.receive(turn.slot)  # the queries are in registers
+        item = fill(cta, side, turn.slot, item)
+
+        def block(i: jax.Array, carry: tuple[jax.Array, Turn, Upcoming]) -> tuple[jax.Array, Turn, Upcoming]:
+            output, turn, item = carry
+            output = _add_block(cta, side, output, turn, buffer)
+            item = _reuse(cta, side, turn.slot, item)
+            return output, turn.after_keys(slots), item
+
+        output = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), MATRIX)
+        start = (output, turn.after_queries(slots), item)
+        output, turn, item = lax.fori_loop(segment.first, segment.end - 1, block, start)
+        # The last block's slot is kept a little longer: the output is staged in it.
+        output = _add_block(cta, side, output, turn, buffer)
+        inverse = plgpu.load(cta.inverse(turn.slot), layout=ROW)
+        output = output * lax.broadcast_in_dim(inverse, output.shape, [0])
+        _store(cta, r, side, output, buffer.at[turn.slot])
+        item = _reuse(cta, side, turn.slot, item)
+        return turn.after_keys(slots), item
+
+    cta.for_each_request(request, (Turn.start(), fill_all(cta, side)))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref) -> jax.Array:
+    """decay * output + P V for this side's half of V."""
+    cta.scored.receive(turn.slot)
+    decay = plgpu.load(cta.decay(turn.slot), layout=ROW)
+    output = output * lax.broadcast_in_dim(decay, output.shape, [0])
+    if cta.config.stagger and side == Side.RIGHT:
+        cta.next_scores_done.receive(turn.parity)
+    probabilities, values = cta.slots.rope.at[turn.slot], buffer.at[turn.slot]
+    if cta.emulate:
+        output = output + jnp.dot(probabilities[...].astype(jnp.float32), values[...].astype(jnp.float32))
+        plgpu.commit_smem()  # the slot has been read
+        return output
+    return pl.run_state(lambda acc: plgpu.wgmma(acc, probabilities, values))(plgpu.ACC.init(output))
+
+
+def _reuse(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
+    """Refill this side's half of a slot that this warpgroup is done with."""
+    if side == Side.LEFT:
+        cta.left_done.send(slot)
+        warpgroup_barrier(emulate=cta.emulate)  # one warp issues the copy, all four have read
+    else:
+        cta.left_done.receive(slot)  # the left side has read the probabilities too, where rope parts go
+    return fill(cta, side, slot, item)
+
+
+def _store(cta: Cta, request: jax.Array, side: Side, output: jax.Array, stage: Ref) -> None:
+    """A whole request goes out rounded, through `stage`; a piece goes to the workspace in float32."""
+    columns = pl.ds(side * HALF, HALF)
+    whole = cta.pieces(request) == 1
+
+    @pl.when(whole)
+    def _() -> None:
+        warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the values in the stage
+        stage[...] = output.astype(cta.problem.dtype)
+        plgpu.commit_smem()
+        rows = cta.problem.copied_rows
+        staged = stage if rows == ROWS else stage.at[pl.ds(0, rows)]
+        plgpu.copy_smem_to_gmem(staged, cta.memory.out.at[request, cta.rows, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(~whole)
+    def _() -> None:
+        rows = pl.ds(cta.row_block * ROWS, ROWS)
+        cta.memory.part_out.at[cta.partial_slot(request), rows, columns][...] = output
+        if not cta.emulate:
+            count_up(cta.counter(request))

@@ -1,0 +1,163 @@
+"""What a CTA works on: its requests, their blocks of keys, and the ring of shared-memory slots they pass."""
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mla_jax.attention.mosaic_gpu.config import PAGE, ROWS, KernelConfig, Problem
+from mla_jax.attention.mosaic_gpu.hardware import Signal
+
+Ref = Any
+
+
+class Side(enum.IntEnum):
+    """Which half of the latent dims a value role owns, as values, as output, and in the slots."""
+
+    LEFT = 0  # 0:256
+    RIGHT = 1  # 256:512
+
+
+class Global(NamedTuple):
+    """Arrays in device memory. `rows` is S * H; a row of q is query token `row // H`, head `row % H`."""
+
+    q: Ref  # [B, rows, 576]
+    cache: Ref  # [P, 64, 576]
+    table: Ref  # [B, max_pages] int32
+    lens: Ref  # [B] int32
+    metadata: Ref  # [parts, 8] int32
+    num_splits: Ref  # [B + 1] int32
+    scale: Ref  # [1] float32
+    tree: Ref  # [B, row_blocks * 64] int32, bit i: the row sees the i-th of the last S keys
+    counters: Ref  # [B * row_blocks] int32, zeros
+    out: Ref  # [B, rows, 512]
+    lse: Ref  # [B, rows] float32
+    part_out: Ref  # [2 * parts, row_blocks * 64, 512] float32
+    part_lse: Ref  # [2 * parts, row_blocks * 64] float32, base 2
+
+
+class Slots(NamedTuple):
+    """The ring in shared memory. A slot holds a block of keys, or a request's queries before its first."""
+
+    left: Ref  # [slots, 64, 256] dims 0:256, also the left values
+    right: Ref  # [slots, 64, 256] dims 256:512, also the right values
+    rope: Ref  # [slots, 64, 64] dims 512:576, overwritten by the probabilities once scores are done
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta:
+    """Everything the roles of one CTA share."""
+
+    config: KernelConfig
+    problem: Problem
+    emulate: bool
+    memory: Global
+    slots: Slots
+    query_rope: Ref  # [64, 64] in shared memory
+    row_vectors: Ref  # [2 * slots + 1, 64] float32 in shared memory: one array, as each takes 1 KiB or more
+    left_full: Ref
+    right_full: Ref
+    scored: Signal  # from the score role: this slot's queries are taken, or its probabilities are there
+    next_scores_done: Signal  # from the score role to the right side, by parity of the block
+    left_done: Signal  # from the left side to the right: this slot's probabilities and left values are used
+    part: jax.Array
+    row_block: jax.Array
+
+    @property
+    def rows(self) -> Any:
+        """This CTA's rows among the rows of a request."""
+        return pl.ds(self.row_block * ROWS, self.problem.copied_rows)
+
+    def decay(self, slot: jax.Array) -> Ref:
+        """[64] what the output so far is multiplied with before this slot's values are added."""
+        return self.row_vectors.at[slot]
+
+    def inverse(self, slot: jax.Array) -> Ref:
+        """[64] 1 / sum of the probabilities up to this slot."""
+        return self.row_vectors.at[self.config.slots + slot]
+
+    @property
+    def lse_stage(self) -> Ref:
+        """[64] lse on its way to device memory."""
+        return self.row_vectors.at[2 * self.config.slots]
+
+    @property
+    def begin_req(self) -> jax.Array:
+        """The first request of this part; B if the part is idle."""
+        return self.memory.metadata[self.part, 0]
+
+    @property
+    def begin_block(self) -> jax.Array:
+        """The first block of the first request."""
+        return self.memory.metadata[self.part, 2]
+
+    @property
+    def end_req(self) -> jax.Array:
+        """The last request of this part."""
+        return self.memory.metadata[self.part, 1]
+
+    def existing(self, request: jax.Array) -> jax.Array:
+        """The nearest request that exists, for reads whose result is not used."""
+        return lax.max(lax.min(request, jnp.int32(self.problem.batch - 1)), jnp.int32(0))
+
+    def for_each_request(self, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """Fold `body(request, carry)` over this part's requests."""
+        return lax.fori_loop(self.begin_req, self.end_req + 1, body, carry)
+
+    def segment(self, request: jax.Array) -> "Segment":
+        """The blocks of `request` that are this part's."""
+        metadata, part = self.memory.metadata, self.part
+        length = self.memory.lens[request]
+        pages = lax.max(lax.div(length + (PAGE - 1), jnp.int32(PAGE)), jnp.int32(1))
+        first = jnp.where(request == self.begin_req, self.begin_block, 0)
+        end = jnp.where(request == self.end_req, lax.min(metadata[part, 3], pages), pages)
+        return Segment(request, length, first, lax.max(end, first + 1))
+
+    def partial_slot(self, request: jax.Array) -> jax.Array:
+        """Where this part leaves its piece of a request that other parts share.
+
+        A part has at most two such requests, its first and its last.
+        """
+        return self.part + jnp.where(request == self.begin_req, 0, self.problem.parts)
+
+    def pieces(self, request: jax.Array) -> jax.Array:
+        """Number of parts that share the request."""
+        return self.memory.num_splits[request + 1] - self.memory.num_splits[request]
+
+    def counter(self, request: jax.Array) -> Ref:
+        """Counts the warpgroups that have left their piece of a shared request."""
+        return self.memory.counters.at[request * self.problem.row_blocks + self.row_block]
+
+
+class Segment(NamedTuple):
+    """Blocks `first` to `end` (exclusive, at least one) of a request with `length` keys."""
+
+    request: jax.Array
+    length: jax.Array
+    first: jax.Array
+    end: jax.Array
+
+
+class Turn(NamedTuple):
+    """Position in the ring: the slot in turn, and how many key blocks came before (modulo 2)."""
+
+    slot: jax.Array
+    parity: jax.Array
+
+    @classmethod
+    def start(cls) -> "Turn":
+        """Before the first item."""
+        return cls(jnp.int32(0), jnp.int32(0))
+
+    def after_queries(self, slots: int) -> "Turn":
+        """The next slot; queries do not count as a key block."""
+        return Turn(jnp.where(self.slot == slots - 1, 0, self.slot + 1), self.parity)
+
+    def after_keys(self, slots: int) -> "Turn":
+        """The next slot and parity."""
+        return Turn(self.after_queries(slots).slot, 1 - self.parity)

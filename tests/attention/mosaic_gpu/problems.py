@@ -1,0 +1,100 @@
+"""Decode problems with hostile surroundings, and the float64 answer."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+DIM, LATENT, PAGE = 576, 512, 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call. Unowned cache bytes are NaN, table tails are garbage; pages are shuffled."""
+
+    lens: tuple[int, ...]
+    tokens: int = 1
+    heads: int = 16
+    causal: bool = True
+    tree: bool = False
+    dtype: str = "bfloat16"
+    scale: float = DIM**-0.5
+    seed: int = 0
+
+    def arrays(self):
+        """q, cache, table, lens, tree_mask as numpy; 16-bit floats as jax arrays."""
+        rng = np.random.default_rng(self.seed)
+        batch, lens = len(self.lens), np.array(self.lens, np.int32)
+        pages = -(-lens // PAGE)
+        width = max(int(pages.max()), 1) + 1
+        total = int(pages.sum()) + 2  # page 0 and one more that nobody owns
+        cache = np.full((total, PAGE, DIM), np.nan, np.float32)
+        order = rng.permutation(total - 1)[: int(pages.sum())] + 1
+        table = np.where(rng.random((batch, width)) < 0.5, 2147480000, -1).astype(np.int32)
+        at = 0
+        for b in range(batch):
+            own = order[at : at + pages[b]]
+            table[b, : pages[b]] = own
+            at += pages[b]
+            keys = rng.standard_normal((lens[b], DIM), np.float32)
+            for i, page in enumerate(own):
+                part = keys[i * PAGE : (i + 1) * PAGE]
+                cache[page, : len(part)] = part
+        q = rng.standard_normal((batch, self.tokens, self.heads, DIM), np.float32)
+        mask = None
+        if self.tree:
+            mask = rng.random((batch, self.tokens, self.tokens)) < 0.5
+        return jnp.asarray(q, self.dtype), jnp.asarray(cache, self.dtype), table, lens, mask
+
+    def expected(self, q, cache, table, lens, mask):
+        """out [B, S, H, 512] and lse [B, H, S] in float64."""
+        q, cache = np.asarray(q, np.float64), np.asarray(cache, np.float64)
+        batch = len(lens)
+        out = np.zeros((batch, self.tokens, self.heads, LATENT))
+        lse = np.full((batch, self.heads, self.tokens), -np.inf)
+        for b in range(batch):
+            n = int(lens[b])
+            if n == 0:
+                continue
+            keys = cache[table[b, : -(-n // PAGE)]].reshape(-1, DIM)[:n]
+            logits = np.einsum("shd,td->hst", q[b], keys) * self.scale
+            logits = np.where(self._visible(n, None if mask is None else mask[b]), logits, -np.inf)
+            top = logits.max(axis=-1, keepdims=True)
+            top = np.where(np.isfinite(top), top, 0.0)
+            weight = np.exp(logits - top)
+            total = weight.sum(axis=-1, keepdims=True)
+            seen = total > 0
+            out[b] = np.einsum("hst,tv->shv", weight / np.where(seen, total, 1.0), keys[:, :LATENT])
+            lse[b] = np.where(seen, top + np.log(np.where(seen, total, 1.0)), -np.inf)[..., 0]
+        return out, lse
+
+    def _visible(self, n, mask):
+        """[S, n]"""
+        key, query = np.arange(n)[None, :], np.arange(self.tokens)[:, None]
+        if mask is not None:
+            position = key - (n - self.tokens)
+            inside = position >= 0
+            return ~inside | mask[query, np.where(inside, position, 0)]
+        return key <= n - self.tokens + query if self.causal else np.ones((self.tokens, n), bool)
+
+
+# What rounding P and the output to 16 bits costs: upstream's limits.
+ABSOLUTE, RELATIVE, COSINE = 8e-4, 2.01 / 128, 5e-6
+LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
+
+
+def assert_close(out, lse, want_out, want_lse):
+    """Upstream's tolerances: elementwise, and the angle between the two."""
+    out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+    assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} values of out are not finite"
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    seen = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=LSE_RELATIVE, atol=LSE_ABSOLUTE)
+    error = np.abs(out - want_out)
+    excess = error - (ABSOLUTE + RELATIVE * np.abs(want_out))
+    relative_rms = np.sqrt((error**2).sum() / max((want_out**2).sum(), 1e-30))
+    assert excess.max() <= 0, f"max abs error {error.max():.2e}, relative RMS {relative_rms:.2e}"
+    norm = (out**2).sum() + (want_out**2).sum()
+    if norm > 0:
+        cosine = 1 - 2 * (out * want_out).sum() / norm
+        assert cosine < COSINE, f"{cosine=:.2e}, relative RMS {relative_rms:.2e}"

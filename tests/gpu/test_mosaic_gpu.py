@@ -1,0 +1,121 @@
+"""The Hopper kernel on a Hopper GPU, against float64 numpy."""
+
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import Problem, assert_close
+
+from mla_jax.attention.mosaic_gpu import can_run, decode
+from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "data" / "golden_kernels.npz"
+EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
+REASON = can_run(jnp.zeros((1, 1, 1, 576), jnp.bfloat16), jnp.zeros((1, 64, 576), jnp.bfloat16))
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+
+
+def run(problem, schedule=None):
+    q, cache, table, lens, mask = problem.arrays()
+    out, lse = decode(
+        q,
+        cache,
+        jnp.asarray(table),
+        jnp.asarray(lens),
+        sm_scale=problem.scale,
+        causal=problem.causal,
+        tree_mask=None if mask is None else jnp.asarray(mask),
+        schedule=schedule,
+    )
+    assert_close(out, lse, *problem.expected(q, cache, table, lens, mask))
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    "heads, tokens", [(16, 1), (128, 1), (16, 4), (128, 2), (9, 2), (3, 1), (63, 1), (126, 1)]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_ragged_lengths(heads, tokens, dtype):
+    run(Problem((*EDGES * 3, 1000, 4097, 513), heads=heads, tokens=tokens, dtype=dtype))
+
+
+@pytest.mark.parametrize("length, heads", [(8192, 128), (20_000, 16), (700, 64)])
+def test_one_request_over_all_parts(length, heads):
+    run(Problem((length,), heads=heads))
+
+
+@pytest.mark.parametrize("heads, tokens", [(16, 4), (128, 2), (4, 32)])
+def test_tree_masks(heads, tokens):
+    run(Problem((*EDGES, 777), heads=heads, tokens=tokens, tree=True))
+
+
+@pytest.mark.parametrize("scale", [-0.05, 0.0, 0.135234])
+def test_scales(scale):
+    run(Problem((0, 65, 300), heads=32, scale=scale))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7, 131])
+def test_any_schedule(parts):
+    problem = Problem((3000, 5, 900), heads=16)
+    run(problem, tile_schedule(jnp.asarray(problem.lens, jnp.int32), parts))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "batch, tokens, length, heads",
+    list(itertools.product((1, 2, 6, 64), (1, 2, 4), (20, 140, 4096), (1, 3, 9, 63, 64, 126, 128))),
+)
+def test_upstream_grid(batch, tokens, length, heads):
+    rng = np.random.default_rng(batch)
+    ragged = np.maximum(rng.normal(length, length / 2, batch), tokens).astype(int)
+    ragged[-1] = 0 if batch > 1 else ragged[-1]
+    run(Problem((length,) * min(batch, 6), tokens=tokens, heads=heads, causal=False))
+    run(Problem(tuple(int(n) for n in ragged[:6]), tokens=tokens, heads=heads))
+
+
+def test_hundred_repeats_are_bit_identical():
+    problem = Problem((8192, 0, 65, 3000), heads=128)
+    q, cache, table, lens, _ = problem.arrays()
+    args = (q, cache, jnp.asarray(table), jnp.asarray(lens))
+    first = [np.asarray(x).view(np.uint8) for x in decode(*args)]
+    for _ in range(100):
+        for a, b in zip(decode(*args), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b)
+
+
+@pytest.mark.parametrize(
+    "tag", ["dense_decode_h16", "dense_verify_sq2_h16", "dense_noncausal_sq2_h3", "dense_fp16_h9"]
+)
+def test_golden(tag):
+    data = np.load(GOLDEN)
+    dtype = jnp.float16 if "fp16" in tag else jnp.bfloat16
+    q, cache, want = (
+        jax.lax.bitcast_convert_type(jnp.asarray(data[f"{tag}/{k}"]), dtype) for k in ("q", "kv", "out")
+    )
+    lens, table = jnp.asarray(data[f"{tag}/lens"]), jnp.asarray(data[f"{tag}/bt"])
+    cache = cache.reshape(-1, 64, 576)
+    scale = float(data[f"{tag}/scale"])
+    out, lse = decode(q, cache, table, lens, sm_scale=scale, causal="noncausal" not in tag)
+    want_lse = np.asarray(data[f"{tag}/lse"])
+    assert_close(out, lse, np.asarray(want, np.float64), np.where(np.isposinf(want_lse), -np.inf, want_lse))
+
+
+def test_layers_compile_once():
+    problem = Problem((100, 300), heads=16)
+    q, cache, table, lens, _ = problem.arrays()
+
+    @jax.jit
+    def layers(q, cache, table, lens, scale):
+        schedule = tile_schedule(lens, num_sm_parts(132, 1, 16))
+        assert isinstance(schedule, TileSchedule)
+        for _ in range(8):
+            out, _ = decode(q, cache, table, lens, sm_scale=scale, schedule=schedule)
+            q = jnp.pad(out, ((0, 0), (0, 0), (0, 0), (0, 64)))
+        return q
+
+    args = (q, cache, jnp.asarray(table), jnp.asarray(lens), jnp.float32(0.04))
+    assert layers.lower(*args).as_text().count("func.func private @decode_with") == 1
+    assert np.isfinite(np.asarray(layers(*args), np.float32)).all()
