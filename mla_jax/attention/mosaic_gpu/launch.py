@@ -77,7 +77,7 @@ def decode(
     parts, row_blocks = schedule.metadata.shape[0], -(-tokens * heads // ROWS)
     if parts > 1 and parts * row_blocks > sms:
         raise NotImplementedError(
-            f"mosaic_gpu runs all CTAs at once: a schedule of {parts} parts with {row_blocks} blocks of 64 rows "
+            f"all CTAs run at once: a schedule of {parts} parts with {row_blocks} blocks of 64 rows "
             f"exceeds {sms} SMs; make it with num_sm_parts({sms}, {tokens}, {heads})"
         )
     scale = jnp.asarray(sm_scale, jnp.float32).reshape(1)

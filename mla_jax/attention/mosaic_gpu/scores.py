@@ -53,14 +53,12 @@ def score(cta: Cta) -> None:
                 def _() -> None:
                     cta.next_scores_done.send(1 - turn.parity)
 
-            logits = products * logit_scale
-            if masked:
-                logits = jnp.where(_visible(cta, segment, i), logits, HIDDEN)
-            softmax, decay, probabilities = _advance(softmax, logits)
+            visible = _visible(cta, segment, i) if masked else None
+            softmax, decay, probabilities = _advance(softmax, products, logit_scale, visible)
             warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
             cta.slots.rope.at[turn.slot][...] = probabilities.astype(cta.problem.dtype)
             cta.decay(turn.slot)[...] = decay
-            cta.inverse(turn.slot)[...] = 1.0 / _nonzero(softmax.total)
+            cta.total(turn.slot)[...] = softmax.total
             if masked:
                 _clear_unowned_values(cta, segment, i, turn.slot)
             plgpu.commit_smem()
@@ -122,9 +120,16 @@ def _products(cta: Cta, queries: Queries, slot: jax.Array) -> jax.Array:
     return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
 
 
-def _advance(softmax: Softmax, logits: jax.Array) -> tuple[Softmax, jax.Array, jax.Array]:
+def _advance(
+    softmax: Softmax, products: jax.Array, scale: jax.Array, visible: jax.Array | None
+) -> tuple[Softmax, jax.Array, jax.Array]:
     """One step of the online softmax: its new state, the decay of what came before, the probabilities."""
-    top = jnp.maximum(softmax.top, logits.max(axis=1))
+    if visible is None:
+        logits, highest = products * scale, products.max(axis=1) * scale  # scale >= 0: fewer multiplications
+    else:
+        logits = jnp.where(visible, products * scale, HIDDEN)
+        highest = logits.max(axis=1)
+    top = jnp.maximum(softmax.top, highest)
     decay = jnp.exp2(softmax.top - top)
     probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [0]))
     return Softmax(top, softmax.total * decay + probabilities.sum(axis=1)), decay, probabilities
@@ -167,14 +172,15 @@ def _clear_unowned_values(cta: Cta, segment: Segment, block: jax.Array, slot: ja
         clear_rows(cta.slots.right.at[slot], first, emulate=cta.emulate)
 
 
-def _nonzero(total: jax.Array) -> jax.Array:
+def nonzero(total: jax.Array) -> jax.Array:
+    """total, or 1 where no key was seen: dividing by it leaves the zeros of such a row."""
     return jnp.where(total == 0, 1.0, total)
 
 
 def _store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
     """Natural-log lse of a whole request; base 2, beside the counter, of a piece."""
     r = segment.request
-    lse = softmax.top + jnp.log2(_nonzero(softmax.total))
+    lse = softmax.top + jnp.log2(nonzero(softmax.total))
     lse = jnp.where(softmax.total == 0, -jnp.inf, lse)
     whole = cta.pieces(r) == 1
 

@@ -77,8 +77,8 @@ class Cta:
         """[64] what the output so far is multiplied with before this slot's values are added."""
         return self.row_vectors.at[slot]
 
-    def inverse(self, slot: jax.Array) -> Ref:
-        """[64] 1 / sum of the probabilities up to this slot."""
+    def total(self, slot: jax.Array) -> Ref:
+        """[64] sum of the probabilities up to this slot."""
         return self.row_vectors.at[self.config.slots + slot]
 
     @property

@@ -1,0 +1,68 @@
+"""Budgets say what to lower; calls that cannot run say why."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mla_jax.attention.mosaic_gpu import KernelConfig, can_run, decode
+from mla_jax.attention.mosaic_gpu.config import SHARED_MEMORY, padded_rows
+
+
+def array(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+Q, CACHE = array((2, 1, 16, 576)), array((8, 64, 576))
+
+
+def test_budgets():
+    assert KernelConfig().shared_memory() <= SHARED_MEMORY
+    with pytest.raises(ValueError, match="lower slots"):
+        KernelConfig(slots=4)
+    with pytest.raises(ValueError, match="lower score_registers or value_registers"):
+        KernelConfig(score_registers=208)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        KernelConfig(score_registers=190)
+    with pytest.raises(ValueError, match="at least 2"):
+        KernelConfig(slots=1)
+
+
+@pytest.mark.parametrize(
+    "q, cache, options, reason",
+    [
+        (
+            array(Q.shape, jnp.float32),
+            array(CACHE.shape, jnp.float32),
+            {},
+            "bfloat16 or float16, got q in float32",
+        ),
+        (Q, array(CACHE.shape, jnp.float8_e4m3fn), {}, "one dtype, got bfloat16 and float8_e4m3fn"),
+        (
+            array((2, 1, 16, 72)),
+            array((8, 64, 72)),
+            {},
+            "built for 576 dims with 512 value dims, got 72 and 512",
+        ),
+        (Q, array((8, 16, 576)), {}, r"needs kv_cache \[pages, 64, 576\], got \(8, 16, 576\)"),
+        (array((2, 40, 1, 576)), CACHE, {"tree_mask": array((2, 40, 40), bool)}, "up to 32 tokens, got 40"),
+    ],
+)
+def test_reasons(q, cache, options, reason):
+    found = can_run(q, cache, **options)
+    assert found is not None
+    assert re.search(reason, found), found
+
+
+def test_other_machines():
+    if jax.devices()[0].platform == "gpu":
+        pytest.skip("this machine has a GPU")
+    assert can_run(Q, CACHE) == "mosaic_gpu needs a Hopper GPU (compute capability 9.0), found cpu"
+    zeros = [jnp.zeros(x.shape, x.dtype) for x in (Q, CACHE)]
+    with pytest.raises(NotImplementedError, match="Hopper"):
+        decode(*zeros, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32))
+
+
+def test_padded_rows():
+    assert [padded_rows(n) for n in (1, 8, 9, 63, 64, 65, 126, 128)] == [8, 8, 16, 64, 64, 128, 128, 128]

@@ -1,0 +1,42 @@
+"""The kernel in Pallas' interpreter, with race detection: every role and signal, no GPU."""
+
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from problems import Problem, assert_close
+
+from mla_jax.attention.mosaic_gpu.config import KernelConfig
+from mla_jax.attention.mosaic_gpu.launch import decode_with
+from mla_jax.schedule import tile_schedule
+
+CASES = {
+    "edges, one part": (Problem((0, 1, 63, 64, 65)), 1),
+    "split request": (Problem((700, 64), tokens=2, heads=32), 3),
+    "two row blocks, fp16": (Problem((129, 200), heads=126, dtype="float16"), 2),
+    "tree": (Problem((70, 3), tokens=3, heads=4, tree=True), 1),
+    "shorter than its queries": (Problem((1, 2), tokens=4, heads=3), 2),
+    "not causal": (Problem((128, 127), tokens=2, heads=9, causal=False), 2),
+    "negative scale": (Problem((66,), heads=8, scale=-0.1), 1),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name, stagger", [*((name, True) for name in CASES), ("split request", False)])
+def test_equals_float64(name, stagger, capfd):
+    problem, parts = CASES[name]
+    q, cache, table, lens, mask = problem.arrays()
+    lens = jnp.asarray(lens)
+    out, lse = decode_with(
+        KernelConfig(stagger=stagger),
+        q,
+        cache,
+        jnp.asarray(table),
+        lens,
+        jnp.full((1,), problem.scale, jnp.float32),
+        None if mask is None else jnp.asarray(mask),
+        tile_schedule(lens, parts),
+        causal=problem.causal,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert_close(out, lse, *problem.expected(q, cache, table, lens, mask))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
