@@ -1,0 +1,136 @@
+"""The paged cache of latents: one array of pages per layer, addressed by (page, row), never by a flat index."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_jax.cache.formats import PAGE_SIZE, KVFormat, kv_format
+from mla_jax.cache.pages import PagePool
+from mla_jax.errors import InputError
+
+Layer = Float[Array, "P T D"]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("layers",), meta_fields=("format",))
+@dataclass(frozen=True)
+class PagedKVCache:
+    """Latents of all layers in pages of 64 tokens; a page id means the same place in every layer.
+
+    Immutable: methods return the cache that follows. Donate it to the jitted step that changes it, and XLA writes
+    in place. Apart from the pool, so that the pool may be kept while the cache is donated.
+
+    Attributes:
+        layers: for each layer `[P, 64, D]` in the format's dtype: what `mla_decode` takes.
+        format: how a row lies in memory.
+    """
+
+    layers: tuple[Layer, ...]
+    format: KVFormat = field(metadata={"static": True})
+
+    @classmethod
+    def create(
+        cls, num_layers: int, num_pages: int, latent_dim: int, kv_format_name: str = "bf16",
+        page_size: int = PAGE_SIZE,
+    ) -> "PagedKVCache":
+        """An empty cache. Takes num_layers · num_pages · page_size · bytes_per_token bytes.
+
+        Raises ValueError for an unknown format or a size below 1, NotImplementedError for FP8.
+        """
+        chosen = kv_format(kv_format_name)
+        for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("latent_dim", latent_dim)):
+            if size < 1:
+                raise InputError(f"PagedKVCache.create: {name} must be at least 1, got {size}.")
+        shape = (num_pages, page_size, latent_dim)
+        return cls(tuple(jnp.zeros(shape, chosen.dtype) for _ in range(num_layers)), chosen)
+
+    def write(
+        self,
+        layer: int,
+        block_table: Int[Array, "B M"],
+        positions: Int[Array, "B S"],
+        latents: Float[Array, "B S D"],
+        valid: Bool[Array, "B S"] | None = None,
+    ) -> "PagedKVCache":
+        """Stores latents at logical positions of their sequences in one layer, converted to the format.
+
+        Rows that are not valid, and positions outside the table, go to the reserved page 0. A sequence must own
+        the pages it writes to (`PagePool.extend`) alone.
+        """
+        pages, rows = _locate(block_table, positions, self.layers[layer].shape[1], valid)
+        written = self.layers[layer].at[pages, rows].set(latents.astype(self.format.dtype), mode="drop")
+        return self._with_layer(layer, written)
+
+    def gather(
+        self, layer: int, block_table: Int[Array, "B M"], positions: Int[Array, "B S"], dtype: Any = jnp.float32
+    ) -> Float[Array, "B S D"]:
+        """Latents of one layer at logical positions, in dtype. Positions outside the table read page 0."""
+        pages, rows = _locate(block_table, positions, self.layers[layer].shape[1], None)
+        return self.layers[layer][pages, rows].astype(dtype)
+
+    def round_trip(self, latents: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Latents as they will be read back: converted to the format and back to their own dtype."""
+        return latents.astype(self.format.dtype).astype(latents.dtype)
+
+    @jax.jit
+    def move_rows(
+        self,
+        block_table: Int[Array, "B M"],
+        source: Int[Array, "B S"],
+        destination: Int[Array, "B S"],
+        valid: Bool[Array, "B S"] | None = None,
+    ) -> "PagedKVCache":
+        """Copies rows within each sequence, in all layers, from source to destination positions.
+
+        All rows are read before one is written, so ranges may overlap. Makes the rows of an accepted path of a
+        draft tree contiguous.
+        """
+        page_size = self.layers[0].shape[1]
+        read, write = (_locate(block_table, p, page_size, valid) for p in (source, destination))
+        return self._map(lambda layer: layer.at[write].set(layer[read], mode="drop"))
+
+    @jax.jit
+    def fork(
+        self, pool: PagePool, src: int | Int[Array, ""], dst: int | Int[Array, ""], length: int | Int[Array, ""]
+    ) -> "PagedKVCache":
+        """Copies the partial last page after `PagePool.fork(src, dst, length)`; pool is the one it returned."""
+        src, dst, length = (jnp.asarray(x, jnp.int32) for x in (src, dst, length))
+        last, partial_page = length // pool.page_size, length % pool.page_size > 0
+        pages = pool.block_table.at[jnp.stack([src, dst]), last].get(mode="clip")
+        ours = jnp.where(partial_page & (pool.kv_lens[dst] == length), pages, 0)
+        return self._copy_pages(ours[:1], ours[1:])
+
+    @jax.jit
+    def copy_on_write(self, before: PagePool, after: PagePool) -> "PagedKVCache":
+        """Copies the pages that `extend` replaced because they were shared; before and after are the two pools.
+
+        Copies up to N pages per layer, so call it only where sequences are cut below a fork (see `extend`).
+        """
+        last = jnp.maximum(before.kv_lens - 1, 0)[:, None] // before.page_size
+        old, new = (jnp.take_along_axis(p.block_table, last, axis=1)[:, 0] for p in (before, after))
+        replaced = (old != new) & (before.kv_lens > 0) & (after.kv_lens >= before.kv_lens)
+        return self._copy_pages(jnp.where(replaced, old, 0), jnp.where(replaced, new, 0))
+
+    def _copy_pages(self, source: Int[Array, "K"], destination: Int[Array, "K"]) -> "PagedKVCache":
+        return self._map(lambda layer: layer.at[destination].set(layer[source]))
+
+    def _map(self, change: Any) -> "PagedKVCache":
+        return replace(self, layers=tuple(change(layer) for layer in self.layers))
+
+    def _with_layer(self, index: int, layer: Layer) -> "PagedKVCache":
+        return replace(self, layers=self.layers[:index] + (layer,) + self.layers[index + 1 :])
+
+
+def _locate(
+    block_table: Int[Array, "B M"], positions: Int[Array, "B S"], page_size: int, valid: Bool[Array, "B S"] | None
+) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
+    """(page, row within it) of logical positions; page 0 where not valid or outside the table."""
+    inside = (positions >= 0) & (positions < block_table.shape[1] * page_size)
+    if valid is not None:
+        inside &= valid
+    entries = jnp.clip(positions // page_size, 0, block_table.shape[1] - 1)
+    pages = jnp.where(inside, jnp.take_along_axis(block_table, entries, axis=1), 0)
+    return pages, positions % page_size
