@@ -1,0 +1,1 @@
+"""MLA decode attention over a paged latent cache. Knows nothing of models."""

@@ -1,0 +1,186 @@
+"""`mla_decode`: checks a call once, then hands it to an implementation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_jax.attention import reference, xla
+from mla_jax.cache.formats import PAGE_SIZE
+from mla_jax.errors import InputError
+
+DTYPES = ("bfloat16", "float16", "float32")
+FP8_DTYPES = ("float8_e4m3fn", "uint8")  # per-tensor scale; 656-byte rows
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute `mla_decode`.
+
+    `cannot_run` says in one sentence why this machine, or a call with these arrays, is out of reach; None means it
+    can run. Called with no arrays it speaks of the machine alone.
+    """
+
+    name: str
+    cannot_run: Callable[..., str | None]
+    decode: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def _runs_anywhere(q: jax.Array | None = None, kv_cache: jax.Array | None = None) -> str | None:
+    if kv_cache is not None and kv_cache.dtype.name in FP8_DTYPES:
+        return f"a cache of {kv_cache.dtype.name} (FP8) is not implemented yet"
+    return None
+
+
+def _missing(what: str) -> Callable[..., str | None]:
+    return lambda q=None, kv_cache=None: what
+
+
+def _never(*_: Any, **__: Any) -> tuple[jax.Array, jax.Array]:
+    raise AssertionError("cannot_run must have refused this")
+
+
+_STATIC = ("d_v", "causal")
+# Fastest first: implementation=None takes the first that can run.
+IMPLEMENTATIONS = {
+    i.name: i
+    for i in (
+        Implementation("mosaic_gpu", _missing("the Hopper kernel is not part of this version"), _never),
+        Implementation("flash_mla", _missing("the call into FlashMLA is not part of this version"), _never),
+        Implementation("xla", _runs_anywhere, jax.jit(xla.decode, static_argnames=_STATIC)),
+        Implementation("reference", _runs_anywhere, jax.jit(reference.decode, static_argnames=_STATIC)),
+    )
+}
+
+
+def mla_decode(
+    q: Float[Array, "B S H D"],
+    kv_cache: Float[Array, "P T D"],
+    block_table: Int[Array, "B M"],
+    kv_lens: Int[Array, "B"],
+    *,
+    d_v: int = 512,
+    sm_scale: float | Float[Array, ""] | None = None,
+    causal: bool = True,
+    tree_mask: Bool[Array, "B S S"] | None = None,
+    q_scale: float | Float[Array, ""] | None = None,
+    kv_scale: float | Float[Array, ""] | None = None,
+    schedule: Any = None,
+    implementation: str | Sequence[str] | None = None,
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
+    """Multi-head latent attention of a few new tokens over a paged cache of latents.
+
+    Per request: out = softmax(sm_scale · q Kᵀ) V, lse = log Σ exp(sm_scale · q Kᵀ), where a row of the cache is a
+    key (all D numbers) and a value (its first d_v) for every head. q is already multiplied by W_UK
+    (`absorb_query`), out still has to be multiplied by W_UV (`expand_output`).
+
+    Args:
+        q: `[B, S, H, D]` bf16, fp16 or fp32: S new tokens of B requests. D is 576 in DeepSeek's models.
+        kv_cache: `[pages, 64, D]` bf16, fp16 or fp32; may differ from q's dtype.
+        block_table: int32 `[B, max_pages]`: page that holds tokens 64·i … 64·i + 63 of the request. Entries past
+            the request's length may hold anything.
+        kv_lens: int32 `[B]`, tokens in the cache, the S new ones included; 0 is an empty request.
+        d_v: width of a value, at most D.
+        sm_scale: softmax scale, default D^−½; may be traced. DeepSeek passes `MLAConfig.sm_scale`.
+        causal: bottom-right: query j sees key t iff t ≤ kv_lens − S + j. Otherwise all t < kv_lens.
+        tree_mask: bool `[B, S, S]`, replaces causal among the last S keys: query j sees key kv_lens − S + i iff
+            tree_mask[b, j, i]; earlier keys are all seen.
+        q_scale: factor of q in the logits, default 1; may be traced.
+        kv_scale: factor of the cache for formats that have one; None for bf16, fp16 and fp32.
+        schedule: a `TileSchedule` for kernels that split the work by one; the others ignore it.
+        implementation: None takes the fastest that can run, a name insists on one of `"mosaic_gpu"`,
+            `"flash_mla"`, `"xla"`, `"reference"`, a sequence of names takes the first that can.
+
+    Returns:
+        out `[B, S, H, d_v]` in q's dtype; lse float32 `[B, H, S]`, natural logarithm. A row that sees no key has
+        out 0 and lse −inf. Bytes that no request owns reach neither, even if they hold NaN.
+
+    Raises:
+        ValueError: the call is wrong. The values of block_table and kv_lens are on the device and not checked.
+        NotImplementedError: the call is legal, but no admitted implementation can run it here.
+
+    Cost: reads Σ kv_lens · D numbers once and does 2·S·H·(D + d_v)·Σ kv_lens FLOP, in kernels that skip what is
+    past a request's length; `"xla"` walks all requests to the longest and holds B·512·(D + S·H) numbers at a time.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the masks and the cache layout are FlashMLA's.
+    """
+    _check_arrays(q, kv_cache, block_table, kv_lens, d_v)
+    _check_tree_mask(tree_mask, q)
+    if kv_scale is not None and kv_cache.dtype.name in DTYPES:
+        raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale.")
+    chosen = _choose(implementation, q, kv_cache)
+    logit_scale = jnp.asarray(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, jnp.float32)
+    if q_scale is not None:
+        logit_scale = logit_scale * jnp.asarray(q_scale, jnp.float32)
+    return chosen.decode(
+        q, kv_cache, block_table, kv_lens, logit_scale=logit_scale, d_v=d_v, causal=causal, tree_mask=tree_mask
+    )
+
+
+def _choose(wanted: str | Sequence[str] | None, q: jax.Array, kv_cache: jax.Array) -> Implementation:
+    names = tuple(IMPLEMENTATIONS) if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for name in names:
+        if name not in IMPLEMENTATIONS:
+            raise InputError(f"implementation {name!r} is not known; choose from {', '.join(IMPLEMENTATIONS)}.")
+    reasons = []
+    for name in names:
+        reason = IMPLEMENTATIONS[name].cannot_run(q, kv_cache)
+        if reason is None:
+            return IMPLEMENTATIONS[name]
+        reasons.append(f"{name}: {reason}")
+    if not reasons:
+        raise InputError("implementation is an empty sequence; name at least one, or pass None.")
+    raise NotImplementedError("No implementation can run this call. " + "; ".join(reasons) + ".")
+
+
+def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: int) -> None:
+    arrays = {"q": (q, 4), "kv_cache": (kv_cache, 3), "block_table": (block_table, 2), "kv_lens": (kv_lens, 1)}
+    for name, (array, ndim) in arrays.items():
+        if not isinstance(array, jax.Array | np.ndarray):
+            raise InputError(f"{name} must be a JAX or NumPy array, got {type(array).__name__}.")
+        if array.ndim != ndim:
+            layout = {"q": "[B, S, H, D]", "kv_cache": "[pages, 64, D]", "block_table": "[B, max_pages]"}
+            raise InputError(f"{name} must be {layout.get(name, '[B]')}, got shape {array.shape}.")
+    for name, array in (("block_table", block_table), ("kv_lens", kv_lens)):
+        if array.dtype != jnp.int32:
+            raise InputError(f"{name} must be int32, got {array.dtype.name}; convert with .astype('int32').")
+    _check_dtypes(q, kv_cache)
+    num_requests, num_queries, num_heads, d = q.shape
+    if 0 in (num_queries, num_heads, d) or 0 in kv_cache.shape or 0 in block_table.shape[1:]:
+        raise InputError(f"Only B may be 0, got q {q.shape}, kv_cache {kv_cache.shape}, "
+                         f"block_table {block_table.shape}.")
+    if kv_cache.shape[1] != PAGE_SIZE:
+        raise InputError(f"kv_cache.shape = {kv_cache.shape}: a page holds {PAGE_SIZE} tokens, got "
+                         f"{kv_cache.shape[1]}; reshape the cache to [pages, {PAGE_SIZE}, {kv_cache.shape[2]}].")
+    if kv_cache.dtype != jnp.uint8 and kv_cache.shape[2] != d:
+        raise InputError(f"q's last dim is {d} and the cache's is {kv_cache.shape[2]}, but they must be equal "
+                         f"(latent + rope); did you pass q before absorbing W_UK?")
+    if not 1 <= d_v <= d:
+        raise InputError(f"d_v must be between 1 and q's last dim {d}, got {d_v}; values are the first d_v numbers "
+                         f"of a cache row.")
+    if block_table.shape[0] != num_requests or kv_lens.shape[0] != num_requests:
+        raise InputError(f"q has {num_requests} requests, block_table {block_table.shape[0]} and kv_lens "
+                         f"{kv_lens.shape[0]}; the first dims must be equal.")
+
+
+def _check_dtypes(q: jax.Array, kv_cache: jax.Array) -> None:
+    if q.dtype.name not in (*DTYPES, "float8_e4m3fn"):
+        raise InputError(f"q must be one of {', '.join(DTYPES)}, got {q.dtype.name}.")
+    if q.dtype.name == "float8_e4m3fn" and kv_cache.dtype.name in DTYPES:
+        raise InputError(f"q in float8_e4m3fn needs an FP8 cache, got kv_cache in {kv_cache.dtype.name}.")
+    if kv_cache.dtype.name not in DTYPES + FP8_DTYPES:
+        raise InputError(f"kv_cache must be one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_cache.dtype.name}.")
+
+
+def _check_tree_mask(tree_mask: Any, q: jax.Array) -> None:
+    if tree_mask is None:
+        return
+    expected = (q.shape[0], q.shape[1], q.shape[1])
+    if getattr(tree_mask, "shape", None) != expected or tree_mask.dtype != jnp.bool_:
+        raise InputError(f"tree_mask must be bool [B, S, S] = {expected}, got {tree_mask.dtype} "
+                         f"{tree_mask.shape}." if hasattr(tree_mask, "dtype") else
+                         f"tree_mask must be a bool array [B, S, S] = {expected}, got {type(tree_mask).__name__}.")
