@@ -1,0 +1,35 @@
+"""Multi-head latent attention (MLA) decode for JAX: pages, schedules, kernels, and a model that uses them."""
+
+from mla_jax.attention.api import mla_decode
+from mla_jax.attention.merge import merge_states
+from mla_jax.cache.formats import FORMATS, PAGE_SIZE, KVFormat, kv_format
+from mla_jax.cache.paged import PagedKVCache
+from mla_jax.cache.pages import PagePool
+from mla_jax.config import MLAConfig
+from mla_jax.errors import InputError
+from mla_jax.model.load import load_checkpoint, save_checkpoint
+from mla_jax.model.mla import absorb_query, expand_output, split_kv_b_proj
+from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "PAGE_SIZE",
+    "InputError",
+    "KVFormat",
+    "MLAConfig",
+    "PagePool",
+    "PagedKVCache",
+    "TileSchedule",
+    "absorb_query",
+    "expand_output",
+    "kv_format",
+    "load_checkpoint",
+    "merge_states",
+    "mla_decode",
+    "num_sm_parts",
+    "save_checkpoint",
+    "split_kv_b_proj",
+    "tile_schedule",
+]

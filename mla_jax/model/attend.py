@@ -1,0 +1,121 @@
+"""Three ways for a layer to attend: over its own tokens, in chunks over a paged cache, or decoding from it.
+
+Each is a function (layer index, weights, query, latents, cache) → (value heads, cache), so that the decoder is
+written once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from mla_jax.attention.api import mla_decode
+from mla_jax.attention.merge import merge_states
+from mla_jax.cache.paged import PagedKVCache
+from mla_jax.config import MLAConfig
+from mla_jax.model.mla import absorb_query, expand_output, plain_attention
+from mla_jax.model.params import AttentionParams
+
+Query = tuple[Float[Array, "B S H K"], Float[Array, "B S H R"]]
+Latents = Float[Array, "B S D"]
+Cache = PagedKVCache | None
+Attend = Callable[[int, AttentionParams, Query, Latents, Any], tuple[Float[Array, "B S H W"], Any]]
+
+PREFIX_CHUNK = 512  # tokens of the prefix that are expanded to keys and values at a time
+
+
+def attend_self(config: MLAConfig) -> Attend:
+    """Causal attention of a sequence over itself, without a cache."""
+
+    def attend(layer: int, p: AttentionParams, query: Query, latents: Latents, cache: Any) -> tuple[jax.Array, Any]:
+        return plain_attention(p, config, query, latents, _causal(latents))[0], cache
+
+    return attend
+
+
+def attend_decode(
+    config: MLAConfig,
+    block_table: Int[Array, "B M"],
+    kv_lens: Int[Array, "B"],
+    positions: Int[Array, "B S"],
+    valid: Bool[Array, "B S"] | None = None,
+    *,
+    tree_mask: Bool[Array, "B S S"] | None = None,
+    schedule: Any = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Attend:
+    """Writes the S new latents, then `mla_decode` in the absorbed form. kv_lens counts the new tokens."""
+
+    def attend(
+        layer: int, p: AttentionParams, query: Query, latents: Latents, cache: PagedKVCache
+    ) -> tuple[jax.Array, PagedKVCache]:
+        cache = cache.write(layer, block_table, positions, latents, valid)
+        out, _ = mla_decode(
+            absorb_query(*query, p.w_uk), cache.layers[layer], block_table, kv_lens,
+            d_v=config.kv_lora_rank, sm_scale=config.sm_scale, tree_mask=tree_mask, schedule=schedule,
+            implementation=implementation,
+        )
+        return expand_output(out, p.w_uv), cache
+
+    return attend
+
+
+def attend_prefill(
+    config: MLAConfig,
+    block_table: Int[Array, "B M"],
+    prefix_lens: Int[Array, "B"],
+    positions: Int[Array, "B S"],
+    valid: Bool[Array, "B S"],
+) -> Attend:
+    """Writes a chunk of S prompt tokens and attends in the plain form: chunk over itself, merged with the prefix.
+
+    The chunk sees its own latents as the cache will give them back, so that chunk borders change nothing.
+    """
+
+    def attend(
+        layer: int, p: AttentionParams, query: Query, latents: Latents, cache: PagedKVCache
+    ) -> tuple[jax.Array, PagedKVCache]:
+        cache = cache.write(layer, block_table, positions, latents, valid)
+        own = plain_attention(p, config, query, cache.round_trip(latents), _causal(latents))
+        prefix = _attend_prefix(layer, p, config, query, cache, block_table, prefix_lens)
+        out, _ = merge_states([own[0].astype(jnp.float32), prefix[0]], [own[1], prefix[1]])
+        return out.astype(latents.dtype), cache
+
+    return attend
+
+
+def _attend_prefix(
+    layer: int,
+    p: AttentionParams,
+    config: MLAConfig,
+    query: Query,
+    cache: PagedKVCache,
+    block_table: Int[Array, "B M"],
+    prefix_lens: Int[Array, "B"],
+) -> tuple[Float[Array, "B S H W"], Float[Array, "B H S"]]:
+    """Attention over what lies in the cache before the chunk, PREFIX_CHUNK tokens at a time."""
+    num_requests, num_queries, num_heads, _ = query[0].shape
+
+    def step(chunk: Int[Array, ""], state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        at = chunk * PREFIX_CHUNK + jnp.arange(PREFIX_CHUNK, dtype=jnp.int32)[None]
+        exists = at < prefix_lens[:, None]
+        positions = jnp.broadcast_to(at, exists.shape)
+        latents = cache.gather(layer, block_table, positions, query[0].dtype)
+        latents = jnp.where(exists[..., None], latents, 0)  # rows that nobody owns may hold NaN
+        seen = jnp.broadcast_to(exists[:, None], (num_requests, num_queries, PREFIX_CHUNK))
+        out, lse = plain_attention(p, config, query, latents, seen)
+        return merge_states([state[0], out.astype(jnp.float32)], [state[1], lse])
+
+    nothing = (
+        jnp.zeros((num_requests, num_queries, num_heads, config.v_head_dim), jnp.float32),
+        jnp.full((num_requests, num_heads, num_queries), -jnp.inf, jnp.float32),
+    )
+    num_chunks = (jnp.max(prefix_lens) + PREFIX_CHUNK - 1) // PREFIX_CHUNK
+    return jax.lax.fori_loop(0, num_chunks, step, nothing)
+
+
+def _causal(latents: Latents) -> Bool[Array, "B S S"]:
+    num_requests, num_tokens, _ = latents.shape
+    return jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (num_requests, num_tokens, num_tokens))
