@@ -1,0 +1,33 @@
+"""Strict settings for all tests, before anything of the package is imported."""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jaxtyping
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Shapes and dtypes in annotations are checked at every call while tests run. Not here: modules whose own checks, the
+# sentences that users see, must come first (attention.api, attention.merge), and those that define pytrees, which JAX
+# also builds with leaves that are no arrays.
+MODULES = {
+    "attention": ("reference", "visibility", "xla"),
+    "model": ("attend", "layers", "mla", "rope", "transformer"),
+}
+CHECKED = [f"mla_jax.{room}.{module}" for room, modules in MODULES.items() for module in modules]
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the long versions too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "full" in item.keywords and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="long version; run `make test-full`"))
+        if "gpu" in item.keywords and jax.default_backend() != "gpu":
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
