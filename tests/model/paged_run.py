@@ -1,0 +1,82 @@
+"""Runs our model over a paged float32 cache whose unowned bytes are NaN, one helper per step of a server."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax import MLAConfig, PagedKVCache, PagePool
+from mla_jax.model.params import ModelParams
+from mla_jax.model.transformer import decode, forward, lm_logits, prefill
+
+TABLE_WIDTH = 12  # pages a request may own
+
+
+class PagedRun:
+    """Requests of one batch, fed piece by piece; every method returns the logits of each request's new tokens."""
+
+    def __init__(self, config: MLAConfig, params: ModelParams, num_requests: int, implementation: str = "xla"):
+        self.config, self.params, self.implementation = config, params, implementation
+        self.pool = PagePool.create(num_requests * TABLE_WIDTH + 1, num_requests, TABLE_WIDTH)
+        cache = PagedKVCache.create(config.num_cache_layers, self.pool.owners.shape[0], config.latent_dim, "fp32")
+        self.cache = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache)
+
+    @property
+    def lens(self) -> np.ndarray:
+        return np.asarray(self.pool.kv_lens)
+
+    def prefill(self, pieces: Sequence[np.ndarray], width: int) -> list[np.ndarray]:
+        """The next tokens of each request (none is fine), padded to width with a token that must not matter."""
+        counts = np.array([len(piece) for piece in pieces], np.int32)
+        tokens = np.full((len(pieces), width), 7, np.int32)
+        for row, piece in zip(tokens, pieces, strict=True):
+            row[: len(piece)] = piece
+        before = self._grow(counts)
+        hidden, self.cache = _prefill(
+            self.params, self.config, tokens, counts, before, self.pool.block_table, self.cache
+        )
+        return [np.asarray(row[:count]) for row, count in zip(hidden, counts, strict=True)]
+
+    def decode(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """As many new tokens of every request, read from the cache in the absorbed form."""
+        tokens = np.stack(pieces).astype(np.int32)
+        self._grow(np.full(len(tokens), tokens.shape[1], np.int32))
+        logits, self.cache = _decode(
+            self.params, self.config, tokens, self.pool.kv_lens, self.pool.block_table, self.cache,
+            implementation=self.implementation,
+        )
+        return list(np.asarray(logits))
+
+    def latents(self, request: int) -> np.ndarray:
+        """[layers, tokens, D] as they lie in the request's pages."""
+        length = int(self.lens[request])
+        pages = np.asarray(self.pool.block_table)[request]
+        return np.stack([
+            np.asarray(layer)[pages].reshape(-1, layer.shape[-1])[:length]
+            for layer in self.cache.layers[: self.config.num_layers]
+        ])
+
+    def _grow(self, counts: np.ndarray) -> jax.Array:
+        before = self.pool.kv_lens
+        self.pool, ok = self.pool.extend(before + counts)
+        assert bool(ok.all())
+        return before
+
+
+@partial(jax.jit, static_argnums=1)
+def logits_of(params: ModelParams, config: MLAConfig, tokens: jax.Array) -> jax.Array:
+    return lm_logits(params, forward(params, config, tokens))
+
+
+@partial(jax.jit, static_argnums=1)
+def _prefill(params, config, tokens, counts, prefix_lens, block_table, cache):
+    hidden, cache = prefill(params, config, tokens, counts, prefix_lens, block_table, cache)
+    return lm_logits(params, hidden), cache
+
+
+@partial(jax.jit, static_argnums=1, static_argnames="implementation")
+def _decode(params, config, tokens, kv_lens, block_table, cache, *, implementation):
+    hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, implementation=implementation)
+    return lm_logits(params, hidden), cache
