@@ -121,7 +121,17 @@ def mla_decode(
     )
 
 
-def _choose(wanted: str | Sequence[str] | None, q: jax.Array, kv_cache: jax.Array) -> Implementation:
+def implementation_for(
+    implementation: str | Sequence[str] | None, q: jax.ShapeDtypeStruct, kv_cache: jax.ShapeDtypeStruct
+) -> str:
+    """The name of the implementation that `mla_decode` would take for arrays of these shapes and dtypes.
+
+    Raises ValueError for an unknown name, NotImplementedError with all reasons if none can run.
+    """
+    return _choose(implementation, q, kv_cache).name
+
+
+def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any) -> Implementation:
     names = tuple(IMPLEMENTATIONS) if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
     for name in names:
         if name not in IMPLEMENTATIONS:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache.formats import PAGE_SIZE, KVFormat, kv_format
-from mla_jax.cache.pages import PagePool
+from mla_jax.cache.pages import PagePool, check_size
 from mla_jax.errors import InputError
 
 Layer = Float[Array, "P T D"]
@@ -41,9 +41,10 @@ class PagedKVCache:
         Raises ValueError for an unknown format or a size below 1, NotImplementedError for FP8.
         """
         chosen = kv_format(kv_format_name)
-        for name, size in (("num_layers", num_layers), ("num_pages", num_pages), ("latent_dim", latent_dim)):
-            if size < 1:
-                raise InputError(f"PagedKVCache.create: {name} must be at least 1, got {size}.")
+        sizes = {"num_layers": num_layers, "num_pages": num_pages, "latent_dim": latent_dim}
+        sizes["page_size"] = page_size
+        for name, size in sizes.items():
+            check_size(f"PagedKVCache.create: {name}", size)
         shape = (num_pages, page_size, latent_dim)
         return cls(tuple(jnp.zeros(shape, chosen.dtype) for _ in range(num_layers)), chosen)
 
@@ -57,23 +58,26 @@ class PagedKVCache:
     ) -> "PagedKVCache":
         """Stores latents at logical positions of their sequences in one layer, converted to the format.
 
-        Rows that are not valid, and positions outside the table, go to the reserved page 0. A sequence must own
-        the pages it writes to (`PagePool.extend`) alone.
+        Rows that are not valid, positions outside the table and table entries that are no page go to the
+        reserved page 0. A sequence must own the pages it writes to (`PagePool.extend`) alone.
+
+        Raises ValueError for a layer that is not there and for shapes that do not belong together.
         """
-        pages, rows = _locate(block_table, positions, self.layers[layer].shape[1], valid)
+        self._check_layer(layer)
+        expected = (*positions.shape, self.layers[layer].shape[2])
+        if latents.shape != expected:
+            raise InputError(f"latents must be [B, S, D] = {expected}, got {latents.shape}.")
+        pages, rows = _locate(block_table, positions, self.layers[layer].shape, valid)
         written = self.layers[layer].at[pages, rows].set(latents.astype(self.format.dtype), mode="drop")
         return self._with_layer(layer, written)
 
     def gather(
         self, layer: int, block_table: Int[Array, "B M"], positions: Int[Array, "B S"], dtype: Any = jnp.float32
     ) -> Float[Array, "B S D"]:
-        """Latents of one layer at logical positions, in dtype. Positions outside the table read page 0."""
-        pages, rows = _locate(block_table, positions, self.layers[layer].shape[1], None)
+        """Latents of one layer at logical positions, in dtype. What `write` sends to page 0 reads page 0."""
+        self._check_layer(layer)
+        pages, rows = _locate(block_table, positions, self.layers[layer].shape, None)
         return self.layers[layer][pages, rows].astype(dtype)
-
-    def round_trip(self, latents: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """Latents as they will be read back: converted to the format and back to their own dtype."""
-        return latents.astype(self.format.dtype).astype(latents.dtype)
 
     @jax.jit
     def move_rows(
@@ -88,19 +92,30 @@ class PagedKVCache:
         All rows are read before one is written, so ranges may overlap. Makes the rows of an accepted path of a
         draft tree contiguous.
         """
-        page_size = self.layers[0].shape[1]
-        read, write = (_locate(block_table, p, page_size, valid) for p in (source, destination))
+        if source.shape != destination.shape:
+            raise InputError(
+                f"source and destination must have one shape, got {source.shape} and {destination.shape}."
+            )
+        read, write = (_locate(block_table, p, self.layers[0].shape, valid) for p in (source, destination))
         return self._map(lambda layer: layer.at[write].set(layer[read], mode="drop"))
 
     @jax.jit
     def fork(
-        self, pool: PagePool, src: int | Int[Array, ""], dst: int | Int[Array, ""], length: int | Int[Array, ""]
+        self,
+        pool: PagePool,
+        src: int | Int[Array, ""],
+        dst: int | Int[Array, ""],
+        length: int | Int[Array, ""],
+        ok: bool | Bool[Array, ""] = True,
     ) -> "PagedKVCache":
-        """Copies the partial last page after `PagePool.fork(src, dst, length)`; pool is the one it returned."""
+        """Copies the partial last page after `pool, ok = pool.fork(src, dst, length)`, with what it returned.
+
+        Without ok, a refused fork onto a slot that already holds length tokens would overwrite its last page.
+        """
         src, dst, length = (jnp.asarray(x, jnp.int32) for x in (src, dst, length))
         last, partial_page = length // pool.page_size, length % pool.page_size > 0
         pages = pool.block_table.at[jnp.stack([src, dst]), last].get(mode="clip")
-        ours = jnp.where(partial_page & (pool.kv_lens[dst] == length), pages, 0)
+        ours = jnp.where(ok & partial_page & (pool.kv_lens[dst] == length), pages, 0)
         return self._copy_pages(ours[:1], ours[1:])
 
     @jax.jit
@@ -120,17 +135,30 @@ class PagedKVCache:
     def _map(self, change: Any) -> "PagedKVCache":
         return replace(self, layers=tuple(change(layer) for layer in self.layers))
 
+    def _check_layer(self, layer: int) -> None:
+        if layer not in range(len(self.layers)):
+            raise InputError(f"layer must be one of 0 … {len(self.layers) - 1}, got {layer}.")
+
     def _with_layer(self, index: int, layer: Layer) -> "PagedKVCache":
-        return replace(self, layers=self.layers[:index] + (layer,) + self.layers[index + 1 :])
+        return replace(self, layers=(*self.layers[:index], layer, *self.layers[index + 1 :]))
 
 
 def _locate(
-    block_table: Int[Array, "B M"], positions: Int[Array, "B S"], page_size: int, valid: Bool[Array, "B S"] | None
+    block_table: Int[Array, "B M"],
+    positions: Int[Array, "B S"],
+    layer_shape: tuple[int, ...],
+    valid: Bool[Array, "B S"] | None,
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
-    """(page, row within it) of logical positions; page 0 where not valid or outside the table."""
+    """(page, row within it) of logical positions; page 0 where not valid, outside the table or not a page."""
+    num_pages, page_size, _ = layer_shape
+    shapes = {"positions": positions.shape, "valid": positions.shape if valid is None else valid.shape}
+    for name, shape in shapes.items():
+        if shape != (block_table.shape[0], *positions.shape[1:2]):
+            raise InputError(f"{name} must be [B, S] with the B of block_table {block_table.shape}, got {shape}.")
     inside = (positions >= 0) & (positions < block_table.shape[1] * page_size)
     if valid is not None:
         inside &= valid
     entries = jnp.clip(positions // page_size, 0, block_table.shape[1] - 1)
-    pages = jnp.where(inside, jnp.take_along_axis(block_table, entries, axis=1), 0)
+    pages = jnp.take_along_axis(block_table, entries, axis=1)
+    pages = jnp.where(inside & (pages >= 0) & (pages < num_pages), pages, 0)
     return pages, positions % page_size

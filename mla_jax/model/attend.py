@@ -71,14 +71,16 @@ def attend_prefill(
 ) -> Attend:
     """Writes a chunk of S prompt tokens and attends in the plain form: chunk over itself, merged with the prefix.
 
-    The chunk sees its own latents as the cache will give them back, so that chunk borders change nothing.
+    The chunk reads its own latents back from the cache too, so that chunk borders change nothing, whatever the
+    format rounds away.
     """
 
     def attend(
         layer: int, p: AttentionParams, query: Query, latents: Latents, cache: PagedKVCache
     ) -> tuple[jax.Array, PagedKVCache]:
         cache = cache.write(layer, block_table, positions, latents, valid)
-        own = plain_attention(p, config, query, cache.round_trip(latents), _causal(latents))
+        stored = jnp.where(valid[..., None], cache.gather(layer, block_table, positions, latents.dtype), 0)
+        own = plain_attention(p, config, query, stored, _causal(latents))
         prefix = _attend_prefix(layer, p, config, query, cache, block_table, prefix_lens)
         out, _ = merge_states([own[0].astype(jnp.float32), prefix[0]], [own[1], prefix[1]])
         return out.astype(latents.dtype), cache

@@ -1,0 +1,53 @@
+# `make demo` and `make test` do everything from a fresh clone, into .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+ARGS ?=
+
+.PHONY: help demo test test-full lint bench-cpu clean
+
+help: ## List the targets
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.runtime ## Watch a small MLA model write text
+	@$(PYTHON) -m mla_jax generate --max-new-tokens 320 --temperature 0.6 --seed 3 $$'**HAMLET**  \nWhat is a king'
+
+test: $(VENV)/.test ## Run the tests; ARGS="-k name" goes to pytest
+	$(PYTHON) -m pytest -n 2 $(ARGS)
+
+test-full: $(VENV)/.test ## Run the long versions too: soak, statistics, large memory
+	$(PYTHON) -m pytest -n 2 --full --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.lint ## ruff and mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+
+bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU
+	$(PYTHON) tests/benchmarks/xla_against_sdpa.py
+
+clean: ## Remove .venv
+	rm -rf $(VENV)
+
+$(PYTHON):
+	@python=$$(sh scripts/find-python) && echo "Setting up $(VENV) with $$python" && "$$python" -m venv --clear $(VENV)
+	@$(PIP) --upgrade 'pip>=25.1'
+
+$(VENV)/.runtime: pyproject.toml | $(PYTHON)
+	@echo "Installing mla_jax and what it needs to run into $(VENV)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.runtime
+	@echo "Installing what the tests need (torch and transformers among it: some GB, a few minutes) into $(VENV)"
+	@$(PIP) --group test
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.runtime
+	@echo "Installing what lint needs into $(VENV)"
+	@$(PIP) --group lint
+	@touch $@

@@ -1,0 +1,1 @@
+"""The commands of `python -m mla_jax`, one module each."""

@@ -1,0 +1,65 @@
+"""What the commands share: loading a model, options, and how they report."""
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from mla_jax.attention.api import IMPLEMENTATIONS
+from mla_jax.cache.formats import FORMATS, FP8_NAMES
+from mla_jax.config import MLAConfig
+from mla_jax.demo import CHECKPOINT
+from mla_jax.model.load import load_checkpoint
+from mla_jax.model.params import ModelParams
+from mla_jax.tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A loaded checkpoint with its tokenizer."""
+
+    name: str
+    config: MLAConfig
+    params: ModelParams
+    tokenizer: Tokenizer
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype, --kv-format, --implementation, --json."""
+    parser.add_argument("--model", metavar="DIR", help="DeepSeek checkpoint folder; default: the demo model")
+    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
+                        help="of the weights; auto is float32 on a CPU and bfloat16 elsewhere")
+    parser.add_argument("--kv-format", default="bf16", metavar="FORMAT",
+                        help=f"of the cache: {', '.join(FORMATS)} (not yet: {', '.join(FP8_NAMES)}); default bf16")
+    parser.add_argument("--implementation", metavar="NAME",
+                        help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    """The checkpoint that the options name. Raises ValueError in one sentence if it cannot be loaded."""
+    folder = Path(args.model) if args.model else CHECKPOINT
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = (jnp.float32 if on_cpu else jnp.bfloat16) if args.dtype == "auto" else DTYPES[args.dtype]
+    config, params = load_checkpoint(folder, dtype)
+    name = folder.name if args.model else "demo"
+    return Model(name, config, params, load_tokenizer(folder, config.vocab_size))
+
+
+def progress_bar(iterable: Iterable[Any], **options: Any) -> Iterable[Any]:
+    """A progress bar on stderr, hidden when that is no terminal."""
+    return tqdm(iterable, file=sys.stderr, disable=None, leave=False, **options)
+
+
+def table(rows: dict[str, str]) -> str:
+    """Two aligned columns."""
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows.items())

@@ -1,0 +1,59 @@
+"""`python -m mla_jax evaluate`: bits per byte of a text."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mla_jax.cache.formats import kv_format
+from mla_jax.cli.common import add_model_options, load_model, progress_bar, table
+from mla_jax.decode.evaluate import evaluate
+from mla_jax.demo import HELDOUT
+from mla_jax.errors import InputError
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser("evaluate", help="bits per byte of a text, latents read back from the paged cache")
+    parser.add_argument("file", nargs="?", help="text file; default: the demo model's held-out sample")
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="score only the first N bytes of the text")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    kv_format(args.kv_format)
+    path = Path(args.file) if args.file else HELDOUT
+    try:
+        data = path.read_bytes()[: args.max_bytes]
+    except OSError as e:
+        raise InputError(f"{path} cannot be read ({e.strerror}).") from None
+    model = load_model(args)
+    tokens = model.tokenizer.encode(data.decode("utf-8", errors="surrogateescape"))
+    started = time.perf_counter()
+    score = evaluate(
+        model.params, model.config, tokens, len(data) / max(len(tokens), 1),
+        kv_format=args.kv_format, implementation=args.implementation,
+        progress=lambda batches: progress_bar(batches, unit="batch"),
+    )
+    report = {
+        "bits_per_byte": round(score.bits_per_byte, 4),
+        "bits_per_token": round(score.bits_per_token, 4),
+        "scored_tokens": score.scored_tokens,
+        "windows": score.windows,
+        "text": path.name,
+        "model": model.name,
+        "device": jax.devices()[0].device_kind,
+        "kv_format": args.kv_format,
+        "kv_bytes_per_token": kv_format(args.kv_format).bytes_per_token(model.config.latent_dim),
+        "implementation": score.implementation,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+    if args.json:
+        print(json.dumps(report))
+    else:
+        print(table({name.replace("_", " "): str(value) for name, value in report.items()}))

@@ -1,0 +1,153 @@
+"""`python -m mla_jax generate`: continue one prompt, or a file of prompts together."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mla_jax.cache.formats import kv_format
+from mla_jax.cli.common import Model, add_model_options, load_model, progress_bar, table
+from mla_jax.decode.generate import Generation, OnTokens, Settings, generate
+from mla_jax.decode.sampling import Sampling
+from mla_jax.errors import InputError
+
+DEMO_PROMPT = "ROMEO: "
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser("generate", help="continue one prompt, or a file of prompts together")
+    parser.add_argument("prompt", nargs="*", help=f"one or more prompts; default, with the demo model: {DEMO_PROMPT!r}")
+    parser.add_argument("--prompt", dest="more_prompts", action="append", default=[], metavar="TEXT",
+                        help="a prompt; may be given several times")
+    parser.add_argument("--prompts", "--prompt-file", metavar="FILE", help="a file with one prompt per line")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt; default 128")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K best; 0, the default: all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                        help="sample from the best tokens that together have probability P; default 1: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stop-bytes", default="", metavar="TEXT",
+                        help=r"end at any of these characters; \n, \t and \xHH are understood; default: none")
+    parser.add_argument("--pages", type=int, metavar="N",
+                        help="pages of 64 tokens in the pool; default: what the prompts and new tokens need")
+    add_model_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    prompts = _prompts(args)
+    sampling = Sampling.create(args.temperature, args.top_k, args.top_p)
+    kv_format(args.kv_format)  # refuse it before loading anything
+    model = load_model(args)
+    settings = Settings(
+        max_new_tokens=args.max_new_tokens,
+        sampling=sampling,
+        seed=args.seed,
+        stop_tokens=_stop_tokens(args.stop_bytes, model),
+        kv_format=args.kv_format,
+        num_pages=None if args.pages is None else args.pages + 1,
+        implementation=args.implementation,
+    )
+    ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+    result = generate(model.params, model.config, ids, settings, _show_progress(prompts, model, settings, args.json))
+    report = _report(prompts, model, settings, result)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(report, result)
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = [*args.prompt, *args.more_prompts]
+    if args.prompts:
+        try:
+            text = Path(args.prompts).read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError as e:
+            raise InputError(f"{args.prompts} cannot be read ({e.strerror}).") from None
+        prompts += [line for line in text.split("\n") if line]
+        if not prompts:
+            raise InputError(f"{args.prompts} holds no prompt; write one per line.")
+    if not prompts and args.model:
+        raise InputError("No prompt given; pass one, or a file with --prompts.")
+    return prompts or [DEMO_PROMPT]
+
+
+def _stop_tokens(text: str, model: Model) -> tuple[int, ...]:
+    try:
+        characters = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+    except UnicodeDecodeError as e:
+        raise InputError(f"--stop-bytes {text!r} holds a broken escape ({e.reason}).") from None
+    tokens = [(c, model.tokenizer.encode(c)) for c in characters]
+    for character, ids in tokens:
+        if len(ids) != 1:
+            raise InputError(f"--stop-bytes: {character!r} is {len(ids)} tokens for this model, and must be one.")
+    return tuple(ids[0] for _, ids in tokens)
+
+
+def _show_progress(prompts: list[str], model: Model, settings: Settings, quiet: bool) -> OnTokens:
+    """Text as it comes for one prompt, a progress bar for several or where stdout is for JSON."""
+    if len(prompts) == 1 and not quiet:
+        sys.stdout.write(prompts[0])
+        push = model.tokenizer.streamer()
+
+        def show(_: int, tokens: list[int]) -> None:
+            sys.stdout.write("".join(push(t) for t in tokens if t not in settings.stop_tokens))
+            sys.stdout.flush()
+
+        return show
+    bar = progress_bar((), total=len(prompts) * settings.max_new_tokens, unit="token")
+    return lambda _, tokens: bar.update(len(tokens))  # type: ignore[attr-defined]
+
+
+def _report(prompts: list[str], model: Model, settings: Settings, result: Generation) -> dict[str, Any]:
+    sequences = []
+    for prompt, sequence in zip(prompts, result.sequences, strict=True):
+        shown = [t for t in sequence.tokens if t not in settings.stop_tokens]
+        sequences.append({
+            "prompt": prompt,
+            "text": model.tokenizer.decode(shown),
+            "tokens": sequence.tokens,
+            "finish_reason": sequence.finish_reason,
+        })
+    return {
+        "sequences": sequences,
+        "steps": result.steps,
+        "tokens_per_second": round(result.tokens_per_second, 1),
+        "prefill_seconds": round(result.prefill_seconds, 3),
+        "decode_seconds": round(result.seconds, 3),
+        "compile_seconds": round(result.compile_seconds, 3),
+        "model": model.name,
+        "device": jax.devices()[0].device_kind,
+        "kv_format": settings.kv_format,
+        "kv_bytes_per_token": kv_format(settings.kv_format).bytes_per_token(model.config.latent_dim),
+        "layers": model.config.num_layers,
+        "implementation": result.implementation,
+        "pages": {
+            "total": result.pages_total,
+            "free_before": result.pages_free_before,
+            "used": result.pages_used,
+            "free_after": result.pages_free_after,
+        },
+    }
+
+
+def _print(report: dict[str, Any], result: Generation) -> None:
+    if len(report["sequences"]) > 1:
+        for sequence in report["sequences"]:
+            print(f"{sequence['prompt']}{sequence['text']}\n[{sequence['finish_reason']}]\n")
+    pages, tokens = report["pages"], sum(len(s.tokens) for s in result.sequences)
+    print("\n\n" + table({
+        "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
+        "attention": f"{report['implementation']}, cache in {report['kv_format']}",
+        "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s "
+                      f"(prefill {report['prefill_seconds']:.2f} s and compilation {report['compile_seconds']:.2f} s apart)",
+        "speed": f"{report['tokens_per_second']:.1f} tokens/s",
+        "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
+        "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",
+        "pages": f"{pages['used']} used of {pages['total']}, {pages['free_after'] - pages['total'] + pages['used']} returned",
+    }))

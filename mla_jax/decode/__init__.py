@@ -1,0 +1,1 @@
+"""The decode loop: state, one jitted step, and generation on top."""

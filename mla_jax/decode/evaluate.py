@@ -1,0 +1,123 @@
+"""Bits per byte of a text, every latent read back from the paged cache."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from mla_jax.cache.formats import PAGE_SIZE
+from mla_jax.cache.paged import PagedKVCache
+from mla_jax.cache.pages import PagePool
+from mla_jax.config import MLAConfig
+from mla_jax.decode.generate import attention_implementation
+from mla_jax.errors import InputError
+from mla_jax.model.params import ModelParams
+from mla_jax.model.transformer import decode, lm_logits, prefill
+
+WINDOW = 512  # tokens of a window
+SCORED = 256  # of which the last so many are scored; also the stride, so that each token is scored once
+DECODE_CHUNK = 32  # tokens per decode step of the scored half
+BATCH = 16  # windows at a time
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of a text."""
+
+    bits_per_token: float
+    bits_per_byte: float
+    scored_tokens: int
+    windows: int
+    implementation: str
+
+
+def evaluate(
+    params: ModelParams,
+    config: MLAConfig,
+    tokens: Sequence[int],
+    bytes_per_token: float = 1.0,
+    *,
+    kv_format: str = "bf16",
+    implementation: str | Sequence[str] | None = None,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> Score:
+    """Scores a text in windows of 512 tokens, stride 256, the last 256 of each scored.
+
+    The first half of a window is prefilled, the second decoded in chunks of 32 tokens through `mla_decode`, so
+    that the score sees the cache's format and the attention implementation.
+
+    Args:
+        tokens: token ids of the text, at least 512.
+        bytes_per_token: of this text on average, to turn bits per token into bits per byte.
+        kv_format, implementation: of the cache and of `mla_decode`.
+        progress: wraps the loop over batches of windows, for a progress bar.
+
+    Raises:
+        ValueError: the text is too short or holds a token outside the vocabulary.
+    """
+    text = np.asarray(tokens, np.int32)
+    if len(text) < WINDOW:
+        raise InputError(f"The text has {len(text)} tokens; a score needs at least {WINDOW}.")
+    if text.min() < 0 or text.max() >= config.vocab_size:
+        raise InputError(f"The text holds a token outside the vocabulary of {config.vocab_size}.")
+    starts = np.arange(0, len(text) - WINDOW + 1, SCORED)
+    windows = np.stack([text[start : start + WINDOW] for start in starts])
+    batch = min(BATCH, len(windows))
+    pages = WINDOW // PAGE_SIZE
+    pool, _ = PagePool.create(1 + batch * pages, batch, pages).extend(jnp.full((batch,), WINDOW, jnp.int32))
+    cache = PagedKVCache.create(config.num_layers, 1 + batch * pages, config.latent_dim, kv_format)
+    chosen = attention_implementation(config, params.embed.dtype, kv_format, implementation)
+    nats = 0.0
+    for first in progress(range(0, len(windows), batch)):
+        part = windows[first : first + batch]
+        padded = np.concatenate([part, np.repeat(part[:1], batch - len(part), axis=0)])
+        losses, cache = _score(params, cache, padded, pool.block_table, config=config, implementation=chosen)
+        nats += float(np.asarray(losses)[: len(part)].sum(dtype=np.float64))
+    bits = nats / math.log(2) / (len(windows) * SCORED)
+    return Score(bits, bits / bytes_per_token, len(windows) * SCORED, len(windows), chosen)
+
+
+@partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("cache",))
+def _score(
+    params: ModelParams,
+    cache: PagedKVCache,
+    windows: Int[Array, "B W"],
+    block_table: Int[Array, "B M"],
+    *,
+    config: MLAConfig,
+    implementation: str,
+) -> tuple[Float[Array, "B"], PagedKVCache]:
+    """Negative log-likelihood in nats of the scored part of each window, and the cache."""
+    num, context = windows.shape[0], WINDOW - SCORED
+    none = jnp.zeros((num,), jnp.int32)
+    hidden, cache = prefill(
+        params, config, windows[:, :context], jnp.full_like(none, context), none, block_table, cache
+    )
+    losses = _nats(params, hidden[:, -1:], windows[:, context : context + 1])
+
+    def step(i: Int[Array, ""], state: tuple[jax.Array, PagedKVCache]) -> tuple[jax.Array, PagedKVCache]:
+        start = context + i * DECODE_CHUNK
+        fed = jax.lax.dynamic_slice_in_dim(windows, start, DECODE_CHUNK, axis=1)
+        hidden, cache = decode(
+            params, config, fed, jnp.full_like(none, 0) + start + DECODE_CHUNK, block_table, state[1],
+            implementation=implementation,
+        )
+        # Token j of the chunk predicts the one behind it; the window's last predicts nothing that is in it.
+        targets = jax.lax.dynamic_slice_in_dim(jnp.pad(windows, ((0, 0), (0, 1))), start + 1, DECODE_CHUNK, axis=1)
+        inside = start + 1 + jnp.arange(DECODE_CHUNK, dtype=jnp.int32) < WINDOW
+        return state[0] + _nats(params, hidden, targets, inside[None]), cache
+
+    return jax.lax.fori_loop(0, SCORED // DECODE_CHUNK, step, (losses, cache))
+
+
+def _nats(
+    params: ModelParams, hidden: Float[Array, "B S E"], targets: Int[Array, "B S"], where: jax.Array | None = None
+) -> Float[Array, "B"]:
+    logprobs = jax.nn.log_softmax(lm_logits(params, hidden), axis=-1)
+    nats = -jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(nats if where is None else jnp.where(where, nats, 0), axis=1)

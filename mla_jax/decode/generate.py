@@ -1,0 +1,225 @@
+"""Continues prompts together: prefill, then one jitted step per token."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.attention.api import implementation_for
+from mla_jax.cache.formats import PAGE_SIZE, kv_format
+from mla_jax.config import MLAConfig
+from mla_jax.decode.sampling import Sampling
+from mla_jax.decode.state import DecodeState, Status, empty_state
+from mla_jax.decode.step import Emitted, decode_step, prefill_step
+from mla_jax.errors import InputError
+from mla_jax.model.params import ModelParams
+
+PREFILL_CHUNK = 128  # tokens of each prompt per prefill step
+LAG = 2  # steps that the host reads behind the device, so that the device never waits for it
+
+OnTokens = Callable[[int, list[int]], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one call of `generate`.
+
+    Attributes:
+        max_new_tokens: per sequence.
+        sampling: greedy by default.
+        seed: of the random keys; request i's key does not depend on the other requests.
+        stop_tokens: a sequence ends with the first of these that it emits.
+        kv_format: of the cache.
+        num_pages: of the pool, the reserved page included; None takes what the prompts and new tokens need.
+        implementation: as for `mla_decode`.
+    """
+
+    max_new_tokens: int = 128
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop_tokens: tuple[int, ...] = ()
+    kv_format: str = "bf16"
+    num_pages: int | None = None
+    implementation: str | Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens after one prompt (a stop token included), and why they end: length, stop or pages."""
+
+    tokens: list[int]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns. Seconds are those of the decode steps, compilation and prefill apart."""
+
+    sequences: list[Continuation]
+    steps: int
+    implementation: str
+    seconds: float
+    prefill_seconds: float
+    compile_seconds: float
+    pages_total: int
+    pages_free_before: int
+    pages_used: int
+    pages_free_after: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all sequences."""
+        return sum(len(s.tokens) for s in self.sequences) / max(self.seconds, 1e-9)
+
+
+def generate(
+    params: ModelParams,
+    config: MLAConfig,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    on_tokens: OnTokens | None = None,
+) -> Generation:
+    """Continues all prompts as one batch.
+
+    Args:
+        prompts: token ids, each prompt one or more.
+        on_tokens: called with (request, new tokens) as they come.
+
+    Raises:
+        ValueError: no prompt, an empty one, a token outside the vocabulary, or a prompt that the pool cannot hold.
+        NotImplementedError: the implementation or format cannot run here.
+    """
+    _check_prompts(prompts, config, settings)
+    implementation = attention_implementation(config, params.embed.dtype, settings.kv_format, settings.implementation)
+    state = _admit(config, prompts, settings)
+    free_before = state.pool.owners.shape[0] - 1
+    started = time.perf_counter()
+    state = _prefill(params, config, state, prompts)
+    jax.block_until_ready(state)
+    prefilled = time.perf_counter()
+    step = _compile(params, config, state, settings, implementation)
+    compiled = time.perf_counter()
+    state, tokens, status = _decode(params, state, settings, step, len(prompts), on_tokens)
+    finished = time.perf_counter()
+    pages_used = int(state.pool.num_live)
+    pool = state.pool.release(jnp.ones((len(prompts),), bool))
+    return Generation(
+        sequences=[Continuation(t, Status(s).name.lower()) for t, s in zip(tokens, status, strict=True)],
+        steps=max((len(t) for t in tokens), default=0),
+        implementation=implementation,
+        seconds=finished - compiled,
+        prefill_seconds=prefilled - started,
+        compile_seconds=compiled - prefilled,
+        pages_total=free_before,
+        pages_free_before=free_before,
+        pages_used=pages_used,
+        pages_free_after=int(pool.num_free),
+    )
+
+
+Step = Callable[..., tuple[DecodeState, Emitted]]
+
+
+def attention_implementation(
+    config: MLAConfig, dtype: Any, kv_format_name: str, wanted: str | Sequence[str] | None
+) -> str:
+    """The implementation of `mla_decode` that a model of this dtype and cache format will use here."""
+    query = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.latent_dim), dtype)
+    cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, config.latent_dim), kv_format(kv_format_name).dtype)
+    return implementation_for(wanted, query, cache)
+
+
+def _check_prompts(prompts: Sequence[Sequence[int]], config: MLAConfig, settings: Settings) -> None:
+    if not prompts:
+        raise InputError("generate needs at least one prompt, got none.")
+    if settings.max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}.")
+    for i, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise InputError(f"Prompt {i + 1} of {len(prompts)} is empty; a prompt needs at least one token.")
+        worst = max(prompt, key=lambda t: t if t >= 0 else config.vocab_size - t)
+        if not 0 <= worst < config.vocab_size:
+            raise InputError(f"Prompt {i + 1} holds token {worst}, outside the vocabulary of {config.vocab_size}.")
+
+
+def _admit(config: MLAConfig, prompts: Sequence[Sequence[int]], settings: Settings) -> DecodeState:
+    """A state in which every prompt has a slot, and pages for all its tokens but the last."""
+    most = [-(-(len(p) + settings.max_new_tokens) // PAGE_SIZE) for p in prompts]
+    num_pages = 1 + sum(most) if settings.num_pages is None else settings.num_pages
+    lens = np.array([len(p) - 1 for p in prompts], np.int32)
+    needed = [-(-int(n) // PAGE_SIZE) for n in lens]
+    if sum(needed) > num_pages - 1:
+        raise InputError(
+            f"The prompts ({int(lens.max()) + 1} tokens the longest) need {sum(needed)} pages of {PAGE_SIZE} tokens, "
+            f"but the pool has {num_pages - 1}; give it more, or shorten the prompts."
+        )
+    state = empty_state(config, len(prompts), num_pages, max(most), settings.kv_format, settings.seed)
+    pool, _ = state.pool.extend(jnp.asarray(lens))
+    return replace(
+        state,
+        pool=pool,
+        last_tokens=jnp.asarray([p[-1] for p in prompts], jnp.int32),
+        remaining=jnp.full((len(prompts),), settings.max_new_tokens, jnp.int32),
+        status=jnp.full((len(prompts),), Status.RUNNING, jnp.int32),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(
+            jax.random.key(settings.seed), jnp.arange(len(prompts), dtype=jnp.uint32)
+        ),
+    )
+
+
+def _prefill(
+    params: ModelParams, config: MLAConfig, state: DecodeState, prompts: Sequence[Sequence[int]]
+) -> DecodeState:
+    """Fills the cache with all but each prompt's last token, which the first decode step feeds."""
+    lens = np.array([len(p) - 1 for p in prompts], np.int32)
+    cache = state.cache
+    for start in range(0, int(lens.max()), PREFILL_CHUNK):
+        tokens = np.zeros((len(prompts), PREFILL_CHUNK), np.int32)
+        counts = np.clip(lens - start, 0, PREFILL_CHUNK).astype(np.int32)
+        for row, prompt, count in zip(tokens, prompts, counts, strict=True):
+            row[:count] = prompt[start : start + count]
+        prefix_lens = np.minimum(start, lens).astype(np.int32)
+        cache = prefill_step(params, cache, tokens, counts, prefix_lens, state.pool.block_table, config=config)
+    return replace(state, cache=cache)
+
+
+def _compile(params: ModelParams, config: MLAConfig, state: DecodeState, settings: Settings, implementation: str) -> Step:
+    stops = jnp.zeros((config.vocab_size,), bool).at[jnp.asarray(settings.stop_tokens, jnp.int32)].set(True)
+    compiled = decode_step.lower(
+        params, state, settings.sampling, stops, config=config, implementation=implementation
+    ).compile()
+    return lambda params, state: compiled(params, state, settings.sampling, stops)
+
+
+def _decode(
+    params: ModelParams, state: DecodeState, settings: Settings, step: Step, num: int, on_tokens: OnTokens | None
+) -> tuple[DecodeState, list[list[int]], list[int]]:
+    """Runs steps until every sequence has ended; the host reads LAG steps behind the device."""
+    tokens: list[list[int]] = [[] for _ in range(num)]
+    status = [int(Status.RUNNING)] * num
+    unread: deque[Emitted] = deque()
+
+    def read() -> None:
+        emitted = jax.device_get(unread.popleft())
+        for i, token in enumerate(emitted.tokens):
+            if token >= 0:
+                tokens[i].append(int(token))
+                if on_tokens is not None:
+                    on_tokens(i, [int(token)])
+        status[:] = [int(s) for s in emitted.status]
+
+    for _ in range(settings.max_new_tokens):
+        state, emitted = step(params, state)
+        unread.append(emitted)
+        if len(unread) > LAG:
+            read()
+        if Status.RUNNING not in status:
+            break
+    while unread:
+        read()
+    return state, tokens, status
