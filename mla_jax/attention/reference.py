@@ -22,6 +22,10 @@ def decode(
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
     """softmax(logit_scale · q kᵀ) v for checked arguments; see `mla_decode`.
 
+    All in float32. Where q and cache are of one 16-bit dtype the weights exp(score − maximum) are rounded to it
+    before they meet the values, as in every kernel: FlashMLA's output differs from an exact one by more than
+    2⁻⁷ |out| + 1e-3 where values cancel.
+
     Cost: B·M·T·D float32 for the gathered cache and B·H·S·M·T float32 for the scores.
     """
     num_requests, num_queries, _, d = q.shape
@@ -29,12 +33,18 @@ def decode(
     pages = jnp.clip(block_table, 0, kv_cache.shape[0] - 1)  # tails of the table hold anything
     keys = kv_cache[pages].reshape(num_requests, width * page_size, d).astype(jnp.float32)
     positions = jnp.arange(width * page_size, dtype=jnp.int32)
-    keys = jnp.where((positions[None] < kv_lens[:, None])[..., None], keys, 0)  # unowned rows may hold NaN: 0 · NaN is NaN
+    # Rows that nobody owns may hold NaN, and 0 · NaN is NaN.
+    keys = jnp.where((positions[None] < kv_lens[:, None])[..., None], keys, 0)
 
     scores = logit_scale * jnp.einsum("bshd,btd->bhst", q.astype(jnp.float32), keys, precision=HIGHEST)
     seen = visible(positions, kv_lens, num_queries, causal, tree_mask)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
-    lse = jax.nn.logsumexp(scores, axis=-1)  # −inf for a row that sees nothing
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
-    out = jnp.einsum("bhst,btv->bshv", weights, keys[..., :d_v], precision=HIGHEST)
-    return out.astype(q.dtype), lse
+    maximum = jnp.max(scores, axis=-1, keepdims=True)
+    maximum = jnp.where(jnp.isneginf(maximum), 0, maximum)
+    weights = jnp.exp(scores - maximum)
+    total = jnp.sum(weights, axis=-1)  # [B, H, S], 0 for a row that sees nothing
+    product_dtype = q.dtype if q.dtype == kv_cache.dtype else jnp.float32
+    rounded = weights.astype(product_dtype).astype(jnp.float32)
+    out = jnp.einsum("bhst,btv->bshv", rounded, keys[..., :d_v], precision=HIGHEST)
+    out = out / jnp.where(total == 0, 1, total).transpose(0, 2, 1)[..., None]
+    return out.astype(q.dtype), maximum[..., 0] + jnp.log(total)

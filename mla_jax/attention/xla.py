@@ -34,12 +34,12 @@ def decode(
     """`mla_decode` for checked arguments.
 
     Reads ceil(max(kv_lens) / 512) chunks of every request, and only pages that a request owns. Temporaries:
-    B · 512 · (D + S·H) numbers, whatever the context. Products take the wider of q's and the cache's dtype and
-    accumulate in float32.
+    B · 512 · (D + S·H) numbers, whatever the context. Products take the dtype of q and cache, float32 if
+    they differ, and accumulate in float32.
     """
     num_requests, num_queries, num_heads, d = q.shape
     page_size = kv_cache.shape[1]
-    dtype = jnp.promote_types(q.dtype, kv_cache.dtype)
+    dtype = q.dtype if q.dtype == kv_cache.dtype else jnp.float32
     rows = q.reshape(num_requests, num_queries * num_heads, d).astype(dtype)
     chunk_tokens = CHUNK_PAGES * page_size
     readable_lens = jnp.minimum(kv_lens, block_table.shape[1] * page_size)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.cache.formats import PAGE_SIZE, KVFormat, kv_format
+from mla_jax.cache import formats
+from mla_jax.cache.formats import PAGE_SIZE, KVFormat
 from mla_jax.cache.pages import PagePool, check_size
 from mla_jax.errors import InputError
 
@@ -33,14 +34,14 @@ class PagedKVCache:
 
     @classmethod
     def create(
-        cls, num_layers: int, num_pages: int, latent_dim: int, kv_format_name: str = "bf16",
+        cls, num_layers: int, num_pages: int, latent_dim: int, kv_format: str = "bf16",
         page_size: int = PAGE_SIZE,
     ) -> "PagedKVCache":
         """An empty cache. Takes num_layers · num_pages · page_size · bytes_per_token bytes.
 
         Raises ValueError for an unknown format or a size below 1, NotImplementedError for FP8.
         """
-        chosen = kv_format(kv_format_name)
+        chosen = formats.kv_format(kv_format)
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "latent_dim": latent_dim}
         sizes["page_size"] = page_size
         for name, size in sizes.items():

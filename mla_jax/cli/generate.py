@@ -141,13 +141,14 @@ def _print(report: dict[str, Any], result: Generation) -> None:
         for sequence in report["sequences"]:
             print(f"{sequence['prompt']}{sequence['text']}\n[{sequence['finish_reason']}]\n")
     pages, tokens = report["pages"], sum(len(s.tokens) for s in result.sequences)
+    returned = pages["free_after"] - (pages["total"] - pages["used"])
     print("\n\n" + table({
         "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
         "attention": f"{report['implementation']}, cache in {report['kv_format']}",
-        "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s "
-                      f"(prefill {report['prefill_seconds']:.2f} s and compilation {report['compile_seconds']:.2f} s apart)",
+        "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s",
+        "before that": f"prefill {report['prefill_seconds']:.2f} s, compilation {report['compile_seconds']:.2f} s",
         "speed": f"{report['tokens_per_second']:.1f} tokens/s",
         "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
         "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",
-        "pages": f"{pages['used']} used of {pages['total']}, {pages['free_after'] - pages['total'] + pages['used']} returned",
+        "pages": f"{pages['used']} used of {pages['total']}, {returned} returned",
     }))

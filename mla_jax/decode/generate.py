@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,32 +97,25 @@ def generate(
     _check_prompts(prompts, config, settings)
     implementation = attention_implementation(config, params.embed.dtype, settings.kv_format, settings.implementation)
     state = _admit(config, prompts, settings)
-    free_before = state.pool.owners.shape[0] - 1
+    pages_total = state.pool.owners.shape[0] - 1
     started = time.perf_counter()
-    state = _prefill(params, config, state, prompts)
-    jax.block_until_ready(state)
+    state = jax.block_until_ready(_prefill(params, config, state, prompts))
     prefilled = time.perf_counter()
-    step = _compile(params, config, state, settings, implementation)
-    compiled = time.perf_counter()
-    state, tokens, status = _decode(params, state, settings, step, len(prompts), on_tokens)
-    finished = time.perf_counter()
-    pages_used = int(state.pool.num_live)
-    pool = state.pool.release(jnp.ones((len(prompts),), bool))
+    run = _run_steps(params, config, state, settings, implementation, on_tokens)
+    pages_used = int(run.state.pool.num_live)
+    pool = run.state.pool.release(jnp.ones((len(prompts),), bool))
     return Generation(
-        sequences=[Continuation(t, Status(s).name.lower()) for t, s in zip(tokens, status, strict=True)],
-        steps=max((len(t) for t in tokens), default=0),
+        sequences=[Continuation(t, Status(s).name.lower()) for t, s in zip(run.tokens, run.status, strict=True)],
+        steps=max(len(t) for t in run.tokens),
         implementation=implementation,
-        seconds=finished - compiled,
+        seconds=run.finished - run.compiled,
         prefill_seconds=prefilled - started,
-        compile_seconds=compiled - prefilled,
-        pages_total=free_before,
-        pages_free_before=free_before,
+        compile_seconds=run.compiled - prefilled,
+        pages_total=pages_total,
+        pages_free_before=pages_total,
         pages_used=pages_used,
         pages_free_after=int(pool.num_free),
     )
-
-
-Step = Callable[..., tuple[DecodeState, Emitted]]
 
 
 def attention_implementation(
@@ -155,8 +148,8 @@ def _admit(config: MLAConfig, prompts: Sequence[Sequence[int]], settings: Settin
     needed = [-(-int(n) // PAGE_SIZE) for n in lens]
     if sum(needed) > num_pages - 1:
         raise InputError(
-            f"The prompts ({int(lens.max()) + 1} tokens the longest) need {sum(needed)} pages of {PAGE_SIZE} tokens, "
-            f"but the pool has {num_pages - 1}; give it more, or shorten the prompts."
+            f"The prompts (the longest has {int(lens.max()) + 1} tokens) need {sum(needed)} pages of {PAGE_SIZE} "
+            f"tokens, but the pool has {num_pages - 1}; give it more pages, or shorten the prompts."
         )
     state = empty_state(config, len(prompts), num_pages, max(most), settings.kv_format, settings.seed)
     pool, _ = state.pool.extend(jnp.asarray(lens))
@@ -165,7 +158,7 @@ def _admit(config: MLAConfig, prompts: Sequence[Sequence[int]], settings: Settin
         pool=pool,
         last_tokens=jnp.asarray([p[-1] for p in prompts], jnp.int32),
         remaining=jnp.full((len(prompts),), settings.max_new_tokens, jnp.int32),
-        status=jnp.full((len(prompts),), Status.RUNNING, jnp.int32),
+        status=jnp.full((len(prompts),), Status.RUNNING.value, jnp.int32),
         keys=jax.vmap(jax.random.fold_in, (None, 0))(
             jax.random.key(settings.seed), jnp.arange(len(prompts), dtype=jnp.uint32)
         ),
@@ -188,38 +181,46 @@ def _prefill(
     return replace(state, cache=cache)
 
 
-def _compile(params: ModelParams, config: MLAConfig, state: DecodeState, settings: Settings, implementation: str) -> Step:
-    stops = jnp.zeros((config.vocab_size,), bool).at[jnp.asarray(settings.stop_tokens, jnp.int32)].set(True)
-    compiled = decode_step.lower(
-        params, state, settings.sampling, stops, config=config, implementation=implementation
-    ).compile()
-    return lambda params, state: compiled(params, state, settings.sampling, stops)
+class _Run(NamedTuple):
+    state: DecodeState
+    tokens: list[list[int]]
+    status: list[int]
+    compiled: float  # when the first step had been compiled, in seconds of perf_counter
+    finished: float
 
 
-def _decode(
-    params: ModelParams, state: DecodeState, settings: Settings, step: Step, num: int, on_tokens: OnTokens | None
-) -> tuple[DecodeState, list[list[int]], list[int]]:
+def _run_steps(
+    params: ModelParams,
+    config: MLAConfig,
+    state: DecodeState,
+    settings: Settings,
+    implementation: str,
+    on_tokens: OnTokens | None,
+) -> _Run:
     """Runs steps until every sequence has ended; the host reads LAG steps behind the device."""
-    tokens: list[list[int]] = [[] for _ in range(num)]
-    status = [int(Status.RUNNING)] * num
+    stops = jnp.zeros((config.vocab_size,), bool).at[jnp.asarray(settings.stop_tokens, jnp.int32)].set(True)
+    status = [int(s) for s in jax.device_get(state.status)]
+    tokens: list[list[int]] = [[] for _ in status]
     unread: deque[Emitted] = deque()
+    compiled = 0.0
 
     def read() -> None:
         emitted = jax.device_get(unread.popleft())
-        for i, token in enumerate(emitted.tokens):
+        for i, token in enumerate(emitted.tokens.tolist()):
             if token >= 0:
-                tokens[i].append(int(token))
+                tokens[i].append(token)
                 if on_tokens is not None:
-                    on_tokens(i, [int(token)])
-        status[:] = [int(s) for s in emitted.status]
+                    on_tokens(i, [token])
+        status[:] = emitted.status.tolist()
 
-    for _ in range(settings.max_new_tokens):
-        state, emitted = step(params, state)
+    while Status.RUNNING in status:
+        state, emitted = decode_step(
+            params, state, settings.sampling, stops, config=config, implementation=implementation
+        )
+        compiled = compiled or time.perf_counter()  # the first call returns when it is compiled and under way
         unread.append(emitted)
         if len(unread) > LAG:
             read()
-        if Status.RUNNING not in status:
-            break
     while unread:
         read()
-    return state, tokens, status
+    return _Run(state, tokens, status, compiled, time.perf_counter())

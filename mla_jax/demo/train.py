@@ -143,20 +143,20 @@ def loss_fn(
     attend = attend_training(config, settings.dropout, key, fused)
     hidden, _ = decode_stack(params, config, shifted[0], positions, None, attend)
     losses = [_cross_entropy(params, hidden, shifted[1])]
+
     rows: list[jax.Array] = []
-    for depth in range(1, depths + 1):
+    mtp_step = functools.partial(mtp_forward, params.mtp[0], params, config, config.num_layers)
+    chain_key = jax.random.fold_in(key, 1000)
+    attend = attend_training(config, settings.dropout, chain_key, fused, rows)
+    hidden, _ = mtp_step(hidden, shifted[1], positions, None, attend)
+    losses.append(_cross_entropy(params, hidden, shifted[2]))
+
+    some = max(tokens.shape[0] // CHAIN_FRACTION, 1)
+    hidden, positions, rows, shifted = jax.tree.map(lambda x: x[:some], (hidden, positions, rows, shifted))
+    for depth in range(2, depths + 1):
         # Step d at position p: the state that step d − 1 left at p − 1, with token p + 1; it predicts token p + 2.
-        chain_key = jax.random.fold_in(key, 1000)
-        if depth == 1:
-            attend = attend_training(config, settings.dropout, chain_key, fused, rows)
-        else:
-            some = slice(0, max(tokens.shape[0] // CHAIN_FRACTION, 1))  # the same in every later step
-            hidden, positions, rows, shifted = jax.tree.map(lambda x: x[some], (hidden, positions, rows, shifted))
-            hidden = _shift(hidden, 1)
-            attend = attend_chain(config, rows, settings.dropout, chain_key)
-        hidden, _ = mtp_forward(
-            params.mtp[0], params, config, config.num_layers, hidden, shifted[1], positions, None, attend
-        )
+        attend = attend_chain(config, rows, settings.dropout, chain_key)
+        hidden, _ = mtp_step(_shift(hidden, 1), shifted[1], positions, None, attend)
         losses.append(_cross_entropy(params, hidden[:, depth - 1 :], shifted[2][:, depth - 1 :]))
     all_losses = jnp.stack(losses)
     weights = jnp.asarray((1.0, *(0.5 * w for w in DEPTH_WEIGHTS)), jnp.float32)
