@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +45,10 @@ class PagePool:
 
         Raises ValueError for sizes below 1, or below 2 pages.
         """
+        check_size("PagePool.create: num_pages (page 0 is reserved)", num_pages, at_least=2)
         sizes = {"max_seqs": max_seqs, "max_pages_per_seq": max_pages_per_seq, "page_size": page_size}
         for name, size in sizes.items():
-            if size < 1:
-                raise InputError(f"PagePool.create: {name} must be at least 1, got {size}.")
-        if num_pages < 2:
-            raise InputError(f"PagePool.create: num_pages must be at least 2 (page 0 is reserved), got {num_pages}.")
+            check_size(f"PagePool.create: {name}", size)
         return cls(
             block_table=jnp.zeros((max_seqs, max_pages_per_seq), jnp.int32),
             kv_lens=jnp.zeros((max_seqs,), jnp.int32),
@@ -79,8 +78,11 @@ class PagePool:
         of the shared one before it grows; `PagedKVCache.copy_on_write` then copies the rows it keeps. Sequences
         that are never cut below the length at which they were forked need no such copy.
 
+        Raises ValueError unless new_lens is int32 `[N]`.
+
         Cost: N² + P + N·M int32 operations, no loop.
         """
+        self._check_slots("new_lens", new_lens, jnp.int32)
         table, lens = self.block_table, self.kv_lens
         held, wanted = self._pages_for(lens), self._pages_for(new_lens)
         last = jnp.take_along_axis(table, jnp.maximum(held - 1, 0)[:, None], axis=1)[:, 0]
@@ -111,6 +113,7 @@ class PagePool:
 
         Page p of a sequence is given back iff p · page_size ≥ new_lens; a shared one stays with its other owners.
         """
+        self._check_slots("new_lens", new_lens, jnp.int32)
         new_lens = jnp.clip(new_lens, 0, self.kv_lens)
         keep, held = self._pages_for(new_lens)[:, None], self._pages_for(self.kv_lens)[:, None]
         drop = (self._entries() >= keep) & (self._entries() < held)
@@ -124,6 +127,7 @@ class PagePool:
     @jax.jit
     def release(self, mask: Bool[Array, "N"]) -> "PagePool":
         """Empties the slots where mask is True and gives their pages back."""
+        self._check_slots("mask", mask, jnp.bool_)
         return self.truncate(jnp.where(mask, 0, self.kv_lens))
 
     @jax.jit
@@ -138,9 +142,9 @@ class PagePool:
         """
         src, dst, length = (jnp.asarray(x, jnp.int32) for x in (src, dst, length))
         num_slots, width = self.block_table.shape
-        exist = (0 <= src) & (src < num_slots) & (0 <= dst) & (dst < num_slots) & (src != dst)
+        exist = (src >= 0) & (src < num_slots) & (dst >= 0) & (dst < num_slots) & (src != dst)
         src, dst = jnp.clip(src, 0, num_slots - 1), jnp.clip(dst, 0, num_slots - 1)
-        legal = exist & (self.kv_lens[dst] == 0) & (0 <= length) & (length <= self.kv_lens[src])
+        legal = exist & (self.kv_lens[dst] == 0) & (length >= 0) & (length <= self.kv_lens[src])
         full, partial_page = length // self.page_size, length % self.page_size > 0
         ok = legal & (~partial_page | (self.num_free > 0))
 
@@ -178,7 +182,15 @@ class PagePool:
         return True
 
     def _pages_for(self, lens: Int[Array, "*n"]) -> Int[Array, "*n"]:
-        return (lens + (self.page_size - 1)) // self.page_size
+        return (lens - 1) // self.page_size + 1  # not lens + page_size − 1, which may pass 2³¹
+
+    def _check_slots(self, name: str, values: Any, dtype: Any) -> None:
+        expected = f"{name} must be {jnp.dtype(dtype).name} [max_seqs] = {self.kv_lens.shape}"
+        if not isinstance(values, jax.Array):  # inside jit arrays of NumPy have become JAX's
+            raise InputError(f"{expected}, got {type(values).__name__}; pass one value for each slot.")
+        if values.shape != self.kv_lens.shape or values.dtype != dtype:
+            found = f"{values.dtype.name} {values.shape}"
+            raise InputError(f"{expected}, got {found}; pass one value for each slot.")
 
     def _entries(self) -> Int[Array, "1 M"]:
         return jnp.arange(self.block_table.shape[1], dtype=jnp.int32)[None]
@@ -187,6 +199,12 @@ class PagePool:
         self, owners: Int[Array, "P"], pages: Int[Array, "*n"], where: Bool[Array, "*n"], step: int
     ) -> Int[Array, "P"]:
         return owners.at[jnp.where(where, pages, owners.shape[0])].add(step, mode="drop")
+
+
+def check_size(what: str, size: Any, at_least: int = 1) -> None:
+    """Raises ValueError unless size is a whole number that is large enough."""
+    if not isinstance(size, int | np.integer) or size < at_least:
+        raise InputError(f"{what} must be a whole number of at least {at_least}, got {size!r}.")
 
 
 def _need_up_to_and_with(need: Int[Array, "N"]) -> Int[Array, "N"]:
