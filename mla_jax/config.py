@@ -1,23 +1,119 @@
 """MLAConfig: the geometry of a DeepSeek-style decoder, read from a Hugging Face `config.json`."""
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from mla_jax.errors import InputError
 
-RopeLayout = Literal["pairs_to_halves", "halves"]
+RopeLayout = Literal["pairs_to_halves", "halves", "pairs"]
+"""How rotated pairs lie. `pairs_to_halves` (V3): side by side in what the weights produce, all first members before
+all second ones in the cache; `halves`: so in both; `pairs` (V2): side by side in both."""
+
+Scoring = Literal["softmax", "sigmoid"]
+
+# model_type → how its router scores experts. R1 and Moonlight say deepseek_v3, V2-Lite and V2.5 deepseek_v2.
+MODEL_TYPES: dict[str, Scoring] = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid", "kimi_k2": "sigmoid"}
+
+
+@dataclass(frozen=True)
+class YarnConfig:
+    """YaRN: RoPE stretched to a context `factor` times longer (arXiv 2309.00071), DeepSeek's two mscales.
+
+    0 for an mscale means that the checkpoint does not give it. `attention_factor`, where given, replaces the
+    amplitude that follows from the two.
+    """
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "original_max_position"):
+            if not getattr(self, name) >= 1:
+                raise InputError(f"YarnConfig.{name} must be at least 1, got {getattr(self, name)!r}.")
+        for name in ("beta_fast", "beta_slow"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"YarnConfig.{name} must be positive, got {getattr(self, name)!r}.")
+
+    @property
+    def amplitude(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+        return self._mscale(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the softmax scale is multiplied by: (0.1 · mscale_all_dim · ln factor + 1)²."""
+        return self._mscale(self.mscale_all_dim) ** 2
+
+    def _mscale(self, weight: float) -> float:
+        return 0.1 * weight * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts layers: how many experts there are, and how a token chooses among them.
+
+    Experts stand in `num_groups` equal groups; a token picks `groups_per_token` groups, then
+    `experts_per_token` experts among theirs. A group counts as much as its best expert (softmax scoring, V2) or
+    its two best together (sigmoid, V3, where a learned bias takes part in the choice, but not in the weights).
+    The layers from `first_dense` on have experts, if their index is a multiple of `layer_freq`.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    num_shared_experts: int = 0
+    scoring: Scoring = "sigmoid"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    normalize: bool = True
+    routed_scaling: float = 1.0
+    first_dense: int = 0
+    layer_freq: int = 1
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            smallest = 0 if f.name in ("num_shared_experts", "first_dense") else 1
+            if f.type is int:
+                _check_integer(f"MoEConfig.{f.name}", getattr(self, f.name), smallest)
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise InputError(f"MoEConfig.scoring must be 'softmax' or 'sigmoid', got {self.scoring!r}.")
+        per_group, left_over = divmod(self.num_experts, self.num_groups)
+        if left_over:
+            raise InputError(f"MoEConfig: {self.num_experts} experts cannot stand in {self.num_groups} equal "
+                             f"groups.")
+        if self.groups_per_token > self.num_groups:
+            raise InputError(f"MoEConfig: a token cannot pick {self.groups_per_token} of {self.num_groups} "
+                             f"groups.")
+        if self.experts_per_token > self.groups_per_token * per_group:
+            raise InputError(f"MoEConfig: a token cannot pick {self.experts_per_token} experts among "
+                             f"{self.groups_per_token} groups of {per_group}.")
+        if self.scoring == "sigmoid" and self.num_groups > 1 and per_group < 2:
+            raise InputError("MoEConfig: sigmoid scoring rates a group by its two best experts, so groups of "
+                             "one expert are not possible.")
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Sizes and constants of a DeepSeek-V3-style decoder with multi-head latent attention.
+    """Sizes and constants of a DeepSeek-style decoder with multi-head latent attention.
 
     Field names follow Hugging Face's `config.json`, without the words that say nothing
     (`num_hidden_layers` → `num_layers`, `num_nextn_predict_layers` → `num_mtp_layers`).
-    Hashable, so it can be a static argument of a jitted function.
+    Hashable, so it can be a static argument of a jitted function. `yarn` None is plain RoPE, `moe` None a model
+    of dense MLPs.
     """
 
     vocab_size: int
@@ -36,16 +132,20 @@ class MLAConfig:
     rope_layout: RopeLayout = "pairs_to_halves"
     max_position: int = 4096
     tie_word_embeddings: bool = False
+    yarn: YarnConfig | None = None
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
+        sizes = ("_size", "_heads", "_dim", "_rank", "_layers", "max_position")
         for name, value in vars(self).items():
-            if name.endswith(("_size", "_heads", "_dim", "_rank", "_layers")) and value is not None:
-                smallest = 0 if name == "num_mtp_layers" else 1
-                if not isinstance(value, int) or value < smallest:
-                    raise InputError(f"MLAConfig.{name} must be an integer of at least {smallest}, got {value!r}.")
+            if name.endswith(sizes) and (value is not None or name != "q_lora_rank"):
+                _check_integer(f"MLAConfig.{name}", value, 0 if name == "num_mtp_layers" else 1)
         if self.qk_rope_head_dim % 2:
             raise InputError(f"MLAConfig.qk_rope_head_dim must be even (RoPE rotates pairs), got "
                              f"{self.qk_rope_head_dim}.")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"MLAConfig.{name} must be positive, got {getattr(self, name)!r}.")
 
     @property
     def latent_dim(self) -> int:
@@ -59,45 +159,51 @@ class MLAConfig:
 
     @property
     def sm_scale(self) -> float:
-        """Softmax scale. It belongs to the plain head width, so the absorbed form uses it unchanged."""
-        return self.qk_head_dim**-0.5
+        """Softmax scale, YaRN's mscale² in it.
+
+        It belongs to the plain head width, so the absorbed form uses it unchanged.
+        """
+        return self.qk_head_dim**-0.5 * (1.0 if self.yarn is None else self.yarn.softmax_factor)
 
     @property
     def num_cache_layers(self) -> int:
         """Layers that keep latents: the decoder's, then one per MTP module."""
         return self.num_layers + self.num_mtp_layers
 
+    def is_moe(self, layer: int) -> bool:
+        """True if the layer has experts. MTP modules (from num_layers on) have them if the model has any."""
+        if self.moe is None:
+            return False
+        return layer >= self.num_layers or _has_experts(layer, self.moe.first_dense, self.moe.layer_freq)
+
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | Path) -> "MLAConfig":
         """Reads a Hugging Face config: a mapping, a `config.json`, or a folder that holds one.
 
-        Raises InputError (a ValueError) for a missing or malformed entry, NotImplementedError for a legal
-        config that is outside what this version runs (other model types, MoE layers, RoPE scaling).
+        Model types deepseek_v2, deepseek_v3 and kimi_k2; RoPE settings in `rope_parameters` or, older,
+        `rope_scaling` and `rope_theta`. Raises InputError (a ValueError) for a missing or malformed entry,
+        NotImplementedError for a legal config that is outside what this version runs.
         """
         if isinstance(source, Mapping):
-            return cls._from_mapping(source, "config")
+            return _from_mapping(source, "config")
         path = Path(source)
         path = path / "config.json" if path.is_dir() else path
-        try:
-            entries = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise InputError(f"{path} does not exist; a DeepSeek checkpoint folder must hold config.json.") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, OSError) as e:
-            raise InputError(f"{path} cannot be read as JSON ({e}).") from None
-        if not isinstance(entries, dict):
-            raise InputError(f"{path} must hold a JSON object, found {type(entries).__name__}.")
-        return cls._from_mapping(entries, str(path))
+        return _from_mapping(read_json_object(path), str(path))
 
     def to_hf(self) -> dict[str, Any]:
-        """The entries of a Hugging Face `config.json` for this model, with dense MLPs in all layers."""
+        """The entries of a Hugging Face `config.json` for this model, of type deepseek_v2 or deepseek_v3."""
+        is_v2 = self.rope_layout == "pairs"
+        if self.moe is not None and is_v2 != (self.moe.scoring == "softmax"):
+            raise NotImplementedError(f"No Hugging Face model has the RoPE layout {self.rope_layout!r} and "
+                                      f"{self.moe.scoring} scoring of experts.")
         return {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            "model_type": "deepseek_v3",
+            "architectures": ["DeepseekV2ForCausalLM" if is_v2 else "DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v2" if is_v2 else "deepseek_v3",
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_layers,
-            "first_k_dense_replace": self.num_layers,
+            **({"first_k_dense_replace": self.num_layers} if self.moe is None else _moe_to_hf(self.moe)),
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_heads,
             "q_lora_rank": self.q_lora_rank,
@@ -108,7 +214,8 @@ class MLAConfig:
             "num_nextn_predict_layers": self.num_mtp_layers,
             "rms_norm_eps": self.rms_norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_interleave": self.rope_layout == "pairs_to_halves",
+            **({} if self.yarn is None else {"rope_scaling": _yarn_to_hf(self.yarn)}),
+            **({} if is_v2 else {"rope_interleave": self.rope_layout == "pairs_to_halves"}),
             "max_position_embeddings": self.max_position,
             "tie_word_embeddings": self.tie_word_embeddings,
             "hidden_act": "silu",
@@ -117,49 +224,203 @@ class MLAConfig:
             "eos_token_id": None,
         }
 
-    @classmethod
-    def _from_mapping(cls, hf: Mapping[str, Any], where: str) -> "MLAConfig":
-        _refuse_unsupported(hf, where)
-        rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise NotImplementedError(f"{where}: RoPE type {rope_type!r} is not implemented, only 'default'.")
 
-        def need(key: str) -> Any:
-            if key not in hf:
-                raise InputError(f"{where} has no entry {key!r}, which a DeepSeek-V3 config must have.")
-            return hf[key]
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a checkpoint folder. Raises InputError if there is none."""
+    try:
+        entries = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(
+            f"{path} does not exist; a DeepSeek checkpoint folder must hold {path.name}."
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as e:
+        raise InputError(f"{path} cannot be read as JSON ({e}).") from None
+    if not isinstance(entries, dict):
+        raise InputError(f"{path} must hold a JSON object, found {type(entries).__name__}.")
+    return entries
 
-        return cls(
-            vocab_size=need("vocab_size"),
-            hidden_size=need("hidden_size"),
-            intermediate_size=need("intermediate_size"),
-            num_layers=need("num_hidden_layers"),
-            num_heads=need("num_attention_heads"),
-            kv_lora_rank=need("kv_lora_rank"),
-            qk_nope_head_dim=need("qk_nope_head_dim"),
-            qk_rope_head_dim=need("qk_rope_head_dim"),
-            v_head_dim=need("v_head_dim"),
+
+class _Entries:
+    """The entries of a config, which knows their file when one is missing or of the wrong kind."""
+
+    def __init__(self, hf: Mapping[str, Any], where: str):
+        self.hf, self.where = hf, where
+
+    def need(self, key: str) -> Any:
+        if self.hf.get(key) is None:
+            raise InputError(f"{self.where} has no entry {key!r}, which a DeepSeek config must have.")
+        return self.hf[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        value = self.hf.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{self.where}: {key} must be a number, got {value!r}.")
+        return float(value)
+
+
+def _from_mapping(hf: Mapping[str, Any], where: str) -> MLAConfig:
+    _refuse_unsupported(hf, where)
+    entries = _Entries(hf, where)
+    rope = _rope_entries(entries)
+    try:
+        return MLAConfig(
+            vocab_size=entries.need("vocab_size"),
+            hidden_size=entries.need("hidden_size"),
+            intermediate_size=entries.need("intermediate_size"),
+            num_layers=entries.need("num_hidden_layers"),
+            num_heads=entries.need("num_attention_heads"),
+            kv_lora_rank=entries.need("kv_lora_rank"),
+            qk_nope_head_dim=entries.need("qk_nope_head_dim"),
+            qk_rope_head_dim=entries.need("qk_rope_head_dim"),
+            v_head_dim=entries.need("v_head_dim"),
             q_lora_rank=hf.get("q_lora_rank"),
-            num_mtp_layers=hf.get("num_nextn_predict_layers") or 0,
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta", 10_000.0)),
-            rope_layout="pairs_to_halves" if hf.get("rope_interleave", True) else "halves",
-            max_position=int(hf.get("max_position_embeddings", 4096)),
+            num_mtp_layers=entries.get("num_nextn_predict_layers", 0),
+            rms_norm_eps=entries.number("rms_norm_eps", 1e-6),
+            rope_theta=rope.number("rope_theta", entries.number("rope_theta", 10_000.0)),
+            rope_layout=_rope_layout(hf),
+            max_position=entries.get("max_position_embeddings", 4096),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            yarn=_yarn(entries, rope),
+            moe=_moe(entries),
         )
+    except InputError as e:
+        raise e if str(e).startswith(where) else InputError(f"{where}: {e}") from None
+
+
+def _rope_layout(hf: Mapping[str, Any]) -> RopeLayout:
+    if hf["model_type"] == "deepseek_v2":
+        return "pairs"
+    return "pairs_to_halves" if hf.get("rope_interleave", True) else "halves"
+
+
+def _rope_entries(entries: _Entries) -> _Entries:
+    """RoPE's own entries: `rope_scaling` of older checkpoints if it holds any, else `rope_parameters`."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if rope := entries.hf.get(key):
+            if not isinstance(rope, Mapping):
+                raise InputError(f"{entries.where}: {key} must be an object, got {rope!r}.")
+            return _Entries(rope, f"{entries.where}: {key}")
+    return _Entries({}, entries.where)
+
+
+def _yarn(entries: _Entries, rope: _Entries) -> YarnConfig | None:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "yarn"):
+        raise NotImplementedError(f"{entries.where}: RoPE type {rope_type!r} is not implemented, only 'default' "
+                                  f"and 'yarn' are.")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise NotImplementedError(f"{entries.where}: partial_rotary_factor "
+                                  f"{rope.hf['partial_rotary_factor']!r} is not implemented, only 1 is.")
+    if rope_type == "default":
+        return None
+    longest = entries.number("max_position_embeddings", 4096)
+    original = rope.number("original_max_position_embeddings", longest)
+    return YarnConfig(
+        factor=rope.number("factor", longest / original if original else 0),
+        original_max_position=int(original),
+        beta_fast=rope.number("beta_fast", 32) or 32.0,  # 0 means the default, as in transformers
+        beta_slow=rope.number("beta_slow", 1) or 1.0,
+        mscale=rope.number("mscale", 0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0),
+        attention_factor=rope.number("attention_factor", 0) if rope.get("attention_factor", None) else None,
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _yarn_to_hf(yarn: YarnConfig) -> dict[str, Any]:
+    entries = {
+        "type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_max_position,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
+    if yarn.attention_factor is not None:
+        entries["attention_factor"] = yarn.attention_factor
+    return entries if yarn.truncate else {**entries, "truncate": False}
+
+
+def _moe(entries: _Entries) -> MoEConfig | None:
+    """None if no layer of the decoder has experts, whatever else the config says of them."""
+    layers, dense = entries.need("num_hidden_layers"), entries.get("first_k_dense_replace", 0)
+    every = entries.get("moe_layer_freq", 1)
+    for name, value, smallest in (("first_k_dense_replace", dense, 0), ("moe_layer_freq", every, 1)):
+        _check_integer(f"{entries.where}: {name}", value, smallest)
+    _check_integer(f"{entries.where}: num_hidden_layers", layers, 1)
+    if not any(_has_experts(i, dense, every) for i in range(layers)) or not entries.get("n_routed_experts", 0):
+        return None
+    scoring = MODEL_TYPES[entries.hf["model_type"]]
+    _refuse_unsupported_router(entries, scoring)
+    grouped = scoring == "sigmoid" or entries.get("topk_method", "greedy") == "group_limited_greedy"
+    return MoEConfig(
+        num_experts=entries.need("n_routed_experts"),
+        experts_per_token=entries.need("num_experts_per_tok"),
+        intermediate_size=entries.need("moe_intermediate_size"),
+        num_shared_experts=entries.get("n_shared_experts", 0),
+        scoring=scoring,
+        num_groups=entries.get("n_group", 1) if grouped else 1,
+        groups_per_token=entries.get("topk_group", 1) if grouped else 1,
+        normalize=bool(entries.get("norm_topk_prob", scoring == "sigmoid")),
+        routed_scaling=entries.number("routed_scaling_factor", 1.0),
+        first_dense=dense,
+        layer_freq=every,
+    )
+
+
+def _moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
+    v2_method = "greedy" if moe.num_groups == 1 else "group_limited_greedy"
+    return {
+        "first_k_dense_replace": moe.first_dense,
+        "moe_layer_freq": moe.layer_freq,
+        "n_routed_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "moe_intermediate_size": moe.intermediate_size,
+        "n_shared_experts": moe.num_shared_experts,
+        "scoring_func": moe.scoring,
+        "topk_method": v2_method if moe.scoring == "softmax" else "noaux_tc",
+        "n_group": moe.num_groups,
+        "topk_group": moe.groups_per_token,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.routed_scaling,
+    }
+
+
+def _has_experts(layer: int, first_dense: int, layer_freq: int) -> bool:
+    return layer >= first_dense and layer % layer_freq == 0
+
+
+def _check_integer(name: str, value: Any, smallest: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+        raise InputError(f"{name} must be an integer of at least {smallest}, got {value!r}.")
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], where: str) -> None:
-    model_type = hf.get("model_type")
-    if model_type != "deepseek_v3":
-        raise NotImplementedError(f"{where}: model_type {model_type!r} is not implemented, only 'deepseek_v3'.")
-    layers = hf.get("num_hidden_layers", 0)
-    dense = hf.get("first_k_dense_replace", layers)
-    if hf.get("n_routed_experts") and isinstance(layers, int) and dense < layers:
-        raise NotImplementedError(f"{where}: layers from {dense} on have mixture-of-experts MLPs, which are not "
-                                  f"implemented; only dense MLPs (first_k_dense_replace = num_hidden_layers) run.")
-    if hf.get("attention_bias"):
-        raise NotImplementedError(f"{where}: attention_bias = true is not implemented.")
+    if (model_type := hf.get("model_type")) not in MODEL_TYPES:
+        raise NotImplementedError(f"{where}: model_type {model_type!r} is not implemented, only "
+                                  f"{', '.join(map(repr, MODEL_TYPES))} are.")
+    for key in ("attention_bias", "mlp_bias"):
+        if hf.get(key):
+            raise NotImplementedError(f"{where}: {key} = true is not implemented.")
     if hf.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"{where}: hidden_act {hf['hidden_act']!r} is not implemented, only 'silu'.")
+        raise NotImplementedError(f"{where}: hidden_act {hf['hidden_act']!r} is not implemented, only 'silu' is.")
+
+
+def _refuse_unsupported_router(entries: _Entries, scoring: Scoring) -> None:
+    """What Hugging Face's class of the model type does not compute, or computes unlike DeepSeek's own code."""
+    method = entries.get("topk_method", "greedy" if scoring == "softmax" else "noaux_tc")
+    methods = ("greedy", "group_limited_greedy") if scoring == "softmax" else ("noaux_tc",)
+    if method not in methods:
+        raise NotImplementedError(f"{entries.where}: topk_method {method!r} is not implemented for "
+                                  f"{entries.hf['model_type']}, only {', '.join(methods)}.")
+    if (wanted := entries.get("scoring_func", scoring)) != scoring:
+        raise NotImplementedError(f"{entries.where}: scoring_func {wanted!r} is not implemented for "
+                                  f"{entries.hf['model_type']}, only {scoring!r}.")
+    if scoring == "softmax" and entries.get("norm_topk_prob", False):
+        raise NotImplementedError(f"{entries.where}: norm_topk_prob = true is not implemented for "
+                                  f"{entries.hf['model_type']}.")

@@ -24,6 +24,7 @@ def project_query(
     if p.q_proj is not None:
         q = linear(x, p.q_proj)
     else:
+        assert p.q_a_proj is not None and p.q_a_layernorm is not None and p.q_b_proj is not None  # all or none
         q = linear(rms_norm(linear(x, p.q_a_proj), p.q_a_layernorm, LATENT_NORM_EPS), p.q_b_proj)
     q = q.reshape(*x.shape[:2], config.num_heads, config.qk_head_dim)
     q_nope, q_rope = q[..., : config.qk_nope_head_dim], q[..., config.qk_nope_head_dim :]

@@ -1,7 +1,9 @@
-"""The weights of a DeepSeek-V3-style decoder as a pytree. Linear weights are [out, in], as in checkpoints.
+"""The weights of a DeepSeek-style decoder as a pytree. Linear weights are [out, in], as in checkpoints; those of
+experts are [in, experts, out], which is how a ragged product reads them without a copy.
 
-Shapes: E hidden size, F MLP size, H heads, K and R a head's width without and with RoPE, HQ = H·(K + R), Q query
-rank, V latent, D = V + R, W a head's value width, HW = H·W, EE = 2·E.
+Shapes: E hidden size, F MLP size, FF = 2·F, X experts, C experts of one token, H heads, K and R a head's width
+without and with RoPE, HQ = H·(K + R), Q query rank, V latent, D = V + R, W a head's value width, HW = H·W,
+EE = 2·E.
 """
 
 from dataclasses import dataclass
@@ -46,13 +48,33 @@ class MLPParams:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class RouterParams:
+    """Chooses experts; float32 whatever the rest is. `bias` (DeepSeek-V3) takes part in the choice alone."""
+
+    weight: Float[Array, "X E"]
+    bias: Float[Array, "X"] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MoEParams:
+    """Experts, each a SwiGLU of size F with gate and up side by side, and the shared ones as one wide MLP."""
+
+    router: RouterParams
+    gate_up_proj: Float[Array, "E X FF"]
+    down_proj: Float[Array, "F X E"]
+    shared: MLPParams | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerParams:
     """One decoder layer."""
 
     input_layernorm: Float[Array, "E"]
     attention: AttentionParams
     post_attention_layernorm: Float[Array, "E"]
-    mlp: MLPParams
+    mlp: MLPParams | MoEParams
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -12,7 +11,8 @@ from mla_jax.config import MLAConfig
 from mla_jax.model.attend import Attend, attend_decode, attend_prefill, attend_self
 from mla_jax.model.layers import linear, mlp, rms_norm
 from mla_jax.model.mla import project_latent, project_query
-from mla_jax.model.params import LayerParams, ModelParams, MTPParams
+from mla_jax.model.moe import moe
+from mla_jax.model.params import LayerParams, MLPParams, ModelParams, MoEParams, MTPParams
 
 
 def forward(params: ModelParams, config: MLAConfig, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
@@ -144,4 +144,13 @@ def _layer(
     latents = project_latent(p.attention, config, normed, positions)
     heads, cache = attend(index, p.attention, query, latents, cache)
     x = x + linear(heads.reshape(*x.shape[:2], -1), p.attention.o_proj)
-    return x + mlp(p.mlp, rms_norm(x, p.post_attention_layernorm, config.rms_norm_eps)), cache
+    return x + _feed_forward(p.mlp, config, rms_norm(x, p.post_attention_layernorm, config.rms_norm_eps)), cache
+
+
+def _feed_forward(
+    p: MLPParams | MoEParams, config: MLAConfig, x: Float[Array, "B S E"]
+) -> Float[Array, "B S E"]:
+    if isinstance(p, MLPParams):
+        return mlp(p, x)
+    assert config.moe is not None  # no weights of experts without it
+    return moe(p, config.moe, x)

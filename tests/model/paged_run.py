@@ -1,7 +1,7 @@
 """Runs our model over a paged float32 cache whose unowned bytes are NaN, one helper per step of a server."""
 
 from collections.abc import Sequence
-from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,16 @@ from mla_jax import MLAConfig, PagedKVCache, PagePool
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import decode, forward, lm_logits, prefill
 
+# Each step runs a few times on tiny arrays, so compiling it takes longer than optimizing can save.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 TABLE_WIDTH = 12  # pages a request may own
 
 
 class PagedRun:
     """Requests of one batch, fed piece by piece; every method returns the logits of each request's new tokens."""
 
-    def __init__(self, config: MLAConfig, params: ModelParams, num_requests: int, implementation: str = "xla"):
-        self.config, self.params, self.implementation = config, params, implementation
+    def __init__(self, config: MLAConfig, params: ModelParams, num_requests: int, jit: bool = True):
+        self.config, self.params, self.steps = config, params, JITTED if jit else EAGER
         self.pool = PagePool.create(num_requests * TABLE_WIDTH + 1, num_requests, TABLE_WIDTH)
         cache = PagedKVCache.create(config.num_cache_layers, self.pool.owners.shape[0], config.latent_dim, "fp32")
         self.cache = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache)
@@ -34,18 +36,18 @@ class PagedRun:
         for row, piece in zip(tokens, pieces, strict=True):
             row[: len(piece)] = piece
         before = self._grow(counts)
-        hidden, self.cache = _prefill(
-            self.params, self.config, tokens, counts, before, self.pool.block_table, self.cache
+        hidden, self.cache = self.steps.prefill(
+            self.params, self.config, jnp.asarray(tokens), jnp.asarray(counts), before, self.pool.block_table,
+            self.cache,
         )
         return [np.asarray(row[:count]) for row, count in zip(hidden, counts, strict=True)]
 
     def decode(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
         """As many new tokens of every request, read from the cache in the absorbed form."""
-        tokens = np.stack(pieces).astype(np.int32)
-        self._grow(np.full(len(tokens), tokens.shape[1], np.int32))
-        logits, self.cache = _decode(
-            self.params, self.config, tokens, self.pool.kv_lens, self.pool.block_table, self.cache,
-            implementation=self.implementation,
+        tokens = jnp.asarray(np.stack(pieces), jnp.int32)
+        self._grow(np.full(tokens.shape[0], tokens.shape[1], np.int32))
+        logits, self.cache = self.steps.decode(
+            self.params, self.config, tokens, self.pool.kv_lens, self.pool.block_table, self.cache
         )
         return list(np.asarray(logits))
 
@@ -60,23 +62,26 @@ class PagedRun:
 
     def _grow(self, counts: np.ndarray) -> jax.Array:
         before = self.pool.kv_lens
-        self.pool, ok = self.pool.extend(before + counts)
+        self.pool, ok = self.pool.extend(before + jnp.asarray(counts))
         assert bool(ok.all())
         return before
 
 
-@partial(jax.jit, static_argnums=1)
 def logits_of(params: ModelParams, config: MLAConfig, tokens: jax.Array) -> jax.Array:
     return lm_logits(params, forward(params, config, tokens))
 
 
-@partial(jax.jit, static_argnums=1)
-def _prefill(params, config, tokens, counts, prefix_lens, block_table, cache):
+def prefill_logits(params, config, tokens, counts, prefix_lens, block_table, cache):
     hidden, cache = prefill(params, config, tokens, counts, prefix_lens, block_table, cache)
     return lm_logits(params, hidden), cache
 
 
-@partial(jax.jit, static_argnums=1, static_argnames="implementation")
-def _decode(params, config, tokens, kv_lens, block_table, cache, *, implementation):
+def decode_logits(params, config, tokens, kv_lens, block_table, cache, implementation="xla"):
     hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, implementation=implementation)
     return lm_logits(params, hidden), cache
+
+
+EAGER = SimpleNamespace(forward=logits_of, prefill=prefill_logits, decode=decode_logits)
+JITTED = SimpleNamespace(**{
+    name: jax.jit(function, static_argnums=1, compiler_options=QUICK) for name, function in vars(EAGER).items()
+})

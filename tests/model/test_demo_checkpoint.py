@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import compare
-from paged_run import logits_of
+from paged_run import JITTED
 
 from mla_jax import load_checkpoint
 from mla_jax.demo import CHECKPOINT, HELDOUT
@@ -38,7 +38,7 @@ def test_ragged_batch_with_prefixes_longer_than_a_prefix_chunk_equals_transforme
 def test_held_out_text_is_predicted(demo):
     _, config, params = demo
     tokens = text(0, 513)
-    logits = np.asarray(logits_of(params, config, jnp.asarray(tokens[None, :-1])))[0, 256:]
+    logits = np.asarray(JITTED.forward(params, config, jnp.asarray(tokens[None, :-1])))[0, 256:]
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     bits = -np.take_along_axis(log_probs, tokens[257:, None].astype(np.int64), 1).mean() / np.log(2)
     assert bits < 2.2  # 1.8 over the whole sample; an untrained or scrambled model needs 8
