@@ -14,7 +14,8 @@ from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
-FP8_DTYPES = ("float8_e4m3fn", "uint8")  # per-tensor scale; 656-byte rows
+FP8_DTYPES = ("float8_e4m3fn", "uint8")  # per-tensor scale; rows of DS_MLA_ROW
+DS_MLA_ROW = 656  # bytes: 512 of e4m3, 4 float32 scales, 64 bf16 of rope
 
 
 @dataclass(frozen=True)
@@ -110,14 +111,20 @@ def mla_decode(
     """
     _check_arrays(q, kv_cache, block_table, kv_lens, d_v)
     _check_tree_mask(tree_mask, q)
+    _check_options(causal, sm_scale=sm_scale, q_scale=q_scale, kv_scale=kv_scale)
     if kv_scale is not None and kv_cache.dtype.name in DTYPES:
         raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale.")
     chosen = _choose(implementation, q, kv_cache)
+    num_requests, num_queries, num_heads, _ = q.shape
+    if num_requests == 0:
+        empty = jnp.zeros((0, num_queries, num_heads, d_v), q.dtype)
+        return empty, jnp.zeros((0, num_heads, num_queries), jnp.float32)
     logit_scale = jnp.asarray(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, jnp.float32)
     if q_scale is not None:
         logit_scale = logit_scale * jnp.asarray(q_scale, jnp.float32)
     return chosen.decode(
-        q, kv_cache, block_table, kv_lens, logit_scale=logit_scale, d_v=d_v, causal=causal, tree_mask=tree_mask
+        q, kv_cache, block_table, kv_lens,
+        logit_scale=logit_scale, d_v=int(d_v), causal=bool(causal), tree_mask=tree_mask,
     )
 
 
@@ -132,9 +139,11 @@ def implementation_for(
 
 
 def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any) -> Implementation:
-    names = tuple(IMPLEMENTATIONS) if wanted is None else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    names = tuple(IMPLEMENTATIONS) if wanted is None else (wanted,) if isinstance(wanted, str) else wanted
+    if not isinstance(names, list | tuple):
+        raise InputError(f"implementation must be a name, a list or tuple of names or None, got {wanted!r}.")
     for name in names:
-        if name not in IMPLEMENTATIONS:
+        if not isinstance(name, str) or name not in IMPLEMENTATIONS:
             raise InputError(f"implementation {name!r} is not known; choose from {', '.join(IMPLEMENTATIONS)}.")
     reasons = []
     for name in names:
@@ -161,17 +170,20 @@ def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: in
     _check_dtypes(q, kv_cache)
     num_requests, num_queries, num_heads, d = q.shape
     if 0 in (num_queries, num_heads, d) or 0 in kv_cache.shape or 0 in block_table.shape[1:]:
-        raise InputError(f"Only B may be 0, got q {q.shape}, kv_cache {kv_cache.shape}, "
-                         f"block_table {block_table.shape}.")
+        raise InputError(f"S, H, D, pages and max_pages must be at least 1 (only B may be 0), got q {q.shape}, "
+                         f"kv_cache {kv_cache.shape}, block_table {block_table.shape}.")
     if kv_cache.shape[1] != PAGE_SIZE:
         raise InputError(f"kv_cache.shape = {kv_cache.shape}: a page holds {PAGE_SIZE} tokens, got "
                          f"{kv_cache.shape[1]}; reshape the cache to [pages, {PAGE_SIZE}, {kv_cache.shape[2]}].")
+    if kv_cache.dtype == jnp.uint8 and kv_cache.shape[2] != DS_MLA_ROW:
+        raise InputError(f"a uint8 cache must be [pages, {PAGE_SIZE}, {DS_MLA_ROW}] (fp8_ds_mla), got shape "
+                         f"{kv_cache.shape}; did you mean float8_e4m3fn?")
     if kv_cache.dtype != jnp.uint8 and kv_cache.shape[2] != d:
         raise InputError(f"q's last dim is {d} and the cache's is {kv_cache.shape[2]}, but they must be equal "
                          f"(latent + rope); did you pass q before absorbing W_UK?")
-    if not 1 <= d_v <= d:
-        raise InputError(f"d_v must be between 1 and q's last dim {d}, got {d_v}; values are the first d_v numbers "
-                         f"of a cache row.")
+    if not isinstance(d_v, int | np.integer) or not 1 <= d_v <= d:
+        raise InputError(f"d_v must be a whole number between 1 and q's last dim {d}, got {d_v}; values are the "
+                         f"first d_v numbers of a cache row.")
     if block_table.shape[0] != num_requests or kv_lens.shape[0] != num_requests:
         raise InputError(f"q has {num_requests} requests, block_table {block_table.shape[0]} and kv_lens "
                          f"{kv_lens.shape[0]}; the first dims must be equal.")
@@ -184,6 +196,17 @@ def _check_dtypes(q: jax.Array, kv_cache: jax.Array) -> None:
         raise InputError(f"q in float8_e4m3fn needs an FP8 cache, got kv_cache in {kv_cache.dtype.name}.")
     if kv_cache.dtype.name not in DTYPES + FP8_DTYPES:
         raise InputError(f"kv_cache must be one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_cache.dtype.name}.")
+
+
+def _check_options(causal: Any, **scales: Any) -> None:
+    if not isinstance(causal, bool | np.bool_):
+        raise InputError(f"causal must be True or False and not traced, got {type(causal).__name__}.")
+    for name, scale in scales.items():
+        number = isinstance(scale, int | float | np.number | np.ndarray | jax.Array)
+        number = number and not np.iscomplexobj(scale)
+        if scale is not None and not (number and np.ndim(scale) == 0):
+            found = f"shape {scale.shape}" if number else f"{type(scale).__name__} {scale!r}"
+            raise InputError(f"{name} must be one real number, or an array of shape (), got {found}.")
 
 
 def _check_tree_mask(tree_mask: Any, q: jax.Array) -> None:

@@ -1,8 +1,11 @@
 """Merging attention over disjoint sets of keys by their log-sum-exp."""
 
 from collections.abc import Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from mla_jax.errors import InputError
@@ -24,19 +27,12 @@ def merge_states(
         out `[B, S, H, V]` in the dtype of `outs`, lse float32 `[B, H, S]`.
 
     Raises:
-        ValueError: no parts, as many outs as lses not given, or shapes that do not belong together.
+        ValueError: no parts, not as many outs as lses, or shapes or dtypes that do not belong together.
 
     Cost: reads every part once; accumulates in float32.
     """
-    if not outs or len(outs) != len(lses):
-        raise InputError(f"merge_states needs as many outs as lses and at least one, got {len(outs)} and {len(lses)}.")
+    _check_parts(outs, lses)
     shape = outs[0].shape
-    for out, lse in zip(outs, lses, strict=True):
-        if out.shape != shape or len(shape) != 4 or lse.shape != (shape[0], shape[2], shape[1]):
-            raise InputError(
-                f"merge_states: every out must be [B, S, H, V] = {shape} and every lse [B, H, S], "
-                f"got {out.shape} and {lse.shape}."
-            )
     stacked = jnp.stack([lse.astype(jnp.float32) for lse in lses])  # [parts, B, H, S]
     maximum = jnp.max(stacked, axis=0, keepdims=True)
     maximum = jnp.where(jnp.isneginf(maximum), 0, maximum)
@@ -47,3 +43,24 @@ def merge_states(
     for weight, out in zip(weights, outs, strict=True):
         merged += jnp.where(weight > 0, weight * out.astype(jnp.float32), 0)
     return merged.astype(outs[0].dtype), (maximum + jnp.log(total))[0]
+
+
+def _check_parts(outs: Any, lses: Any) -> None:
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, list | tuple) and np.ndim(parts) == 0:
+            raise InputError(f"merge_states: {name} must be a sequence of arrays, got {type(parts).__name__}.")
+    if not len(outs) or len(outs) != len(lses):
+        raise InputError(f"merge_states needs as many outs as lses and one at least, got {len(outs)} and {len(lses)}.")
+    for part in (*outs, *lses):
+        if not isinstance(part, jax.Array | np.ndarray) or not jnp.issubdtype(part.dtype, jnp.floating):
+            found = getattr(part, "dtype", type(part).__name__)
+            raise InputError(f"merge_states: every out and lse must be an array of floats, got {found}.")
+    first = outs[0]
+    for out, lse in zip(outs, lses, strict=True):
+        if out.dtype != first.dtype:
+            raise InputError(f"merge_states: all outs must be of one dtype, got {first.dtype} and {out.dtype}.")
+        if out.ndim != 4 or out.shape != first.shape or lse.shape != (out.shape[0], out.shape[2], out.shape[1]):
+            raise InputError(
+                f"merge_states: every out must be [B, S, H, V] like the first, {first.shape}, and every lse "
+                f"[B, H, S], got {out.shape} and {lse.shape}."
+            )

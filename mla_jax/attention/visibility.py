@@ -23,7 +23,7 @@ def visible(
         if not causal or num_queries == 1:
             return jnp.broadcast_to(exists, (kv_lens.shape[0], num_queries, key_positions.shape[0]))
         j = jnp.arange(num_queries, dtype=jnp.int32)[None, :, None]  # [1, S, 1]
-        return t <= lens - num_queries + j
+        return t + (num_queries - j) <= lens  # nothing is subtracted from lens, which may be any int32
     node = t[:, 0] - (lens[:, 0] - num_queries)  # [B, C], index among the last S keys, negative for the prefix
     node_seen = jnp.take_along_axis(tree_mask, jnp.clip(node, 0, num_queries - 1)[:, None, :], axis=2)
     return exists & ((node < 0)[:, None, :] | node_seen)
