@@ -8,6 +8,8 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 ARGS ?=
+# To test another version than the newest that pyproject.toml admits: make test VENV=.venv-oldest JAX=jax==0.11.2
+JAX ?=
 
 .PHONY: help demo test test-full lint bench-cpu clean
 
@@ -39,15 +41,15 @@ $(PYTHON):
 
 $(VENV)/.runtime: pyproject.toml | $(PYTHON)
 	@echo "Installing mla_jax and what it needs to run into $(VENV)"
-	@$(PIP) --editable .
+	@$(PIP) --editable . $(JAX)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.runtime
 	@echo "Installing what the tests need (torch and transformers among it: some GB, a few minutes) into $(VENV)"
-	@$(PIP) --group test
+	@$(PIP) --group test $(JAX)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.runtime
 	@echo "Installing what lint needs into $(VENV)"
-	@$(PIP) --group lint
+	@$(PIP) --group lint $(JAX)
 	@touch $@

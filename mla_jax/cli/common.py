@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,27 @@ def load_model(args: argparse.Namespace) -> Model:
 def progress_bar(iterable: Iterable[Any], **options: Any) -> Iterable[Any]:
     """A progress bar on stderr, hidden when that is no terminal."""
     return tqdm(iterable, file=sys.stderr, disable=None, leave=False, **options)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[], None]]:
+    """Says on a terminal's stderr what one waits for, until the function it yields is called or the block ends."""
+    shown = sys.stderr.isatty()
+    if shown:
+        sys.stderr.write(what)
+        sys.stderr.flush()
+
+    def done() -> None:
+        nonlocal shown
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+        shown = False
+
+    try:
+        yield done
+    finally:
+        done()
 
 
 def table(rows: dict[str, str]) -> str:

@@ -3,24 +3,25 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from mla_jax.cache.formats import kv_format
-from mla_jax.cli.common import Model, add_model_options, load_model, progress_bar, table
+from mla_jax.cli.common import Model, add_model_options, load_model, progress_bar, table, waiting
 from mla_jax.decode.generate import Generation, OnTokens, Settings, generate
 from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
 
-DEMO_PROMPT = "ROMEO: "
+DEFAULT_PROMPT = "ROMEO: "
 
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("generate", help="continue one prompt, or a file of prompts together")
-    parser.add_argument("prompt", nargs="*", help=f"one or more prompts; default, with the demo model: {DEMO_PROMPT!r}")
+    parser.add_argument("prompt", nargs="*", help=f"one or more prompts; default: {DEFAULT_PROMPT!r}")
     parser.add_argument("--prompt", dest="more_prompts", action="append", default=[], metavar="TEXT",
                         help="a prompt; may be given several times")
     parser.add_argument("--prompts", "--prompt-file", metavar="FILE", help="a file with one prompt per line")
@@ -41,6 +42,8 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     prompts = _prompts(args)
+    if args.pages is not None and args.pages < 1:
+        raise InputError(f"--pages must be at least 1, got {args.pages}.")
     sampling = Sampling.create(args.temperature, args.top_k, args.top_p)
     kv_format(args.kv_format)  # refuse it before loading anything
     model = load_model(args)
@@ -54,7 +57,9 @@ def run(args: argparse.Namespace) -> None:
         implementation=args.implementation,
     )
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]
-    result = generate(model.params, model.config, ids, settings, _show_progress(prompts, model, settings, args.json))
+    with waiting("prefill and compilation …") as done:
+        show = _show_progress(prompts, model, settings, args.json, done)
+        result = generate(model.params, model.config, ids, settings, show)
     report = _report(prompts, model, settings, result)
     if args.json:
         print(json.dumps(report))
@@ -72,9 +77,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         prompts += [line for line in text.split("\n") if line]
         if not prompts:
             raise InputError(f"{args.prompts} holds no prompt; write one per line.")
-    if not prompts and args.model:
-        raise InputError("No prompt given; pass one, or a file with --prompts.")
-    return prompts or [DEMO_PROMPT]
+    return prompts or [DEFAULT_PROMPT]
 
 
 def _stop_tokens(text: str, model: Model) -> tuple[int, ...]:
@@ -89,19 +92,34 @@ def _stop_tokens(text: str, model: Model) -> tuple[int, ...]:
     return tuple(ids[0] for _, ids in tokens)
 
 
-def _show_progress(prompts: list[str], model: Model, settings: Settings, quiet: bool) -> OnTokens:
-    """Text as it comes for one prompt, a progress bar for several or where stdout is for JSON."""
+def _show_progress(
+    prompts: list[str], model: Model, settings: Settings, quiet: bool, done: Callable[[], None]
+) -> OnTokens:
+    """Text as it comes for one prompt, a progress bar for several or where stdout is for JSON.
+
+    `done` ends the notice that says what one waits for.
+    """
     if len(prompts) == 1 and not quiet:
-        sys.stdout.write(prompts[0])
         push = model.tokenizer.streamer()
+        waiting_for = [prompts[0]]
 
         def show(_: int, tokens: list[int]) -> None:
-            sys.stdout.write("".join(push(t) for t in tokens if t not in settings.stop_tokens))
+            done()
+            text = "".join(push(t) for t in tokens if t not in settings.stop_tokens)
+            sys.stdout.write("".join(waiting_for) + text)
             sys.stdout.flush()
+            waiting_for.clear()
 
         return show
-    bar = progress_bar((), total=len(prompts) * settings.max_new_tokens, unit="token")
-    return lambda _, tokens: bar.update(len(tokens))  # type: ignore[attr-defined]
+    bar: list[Any] = []
+
+    def count(_: int, tokens: list[int]) -> None:
+        if not bar:
+            done()
+            bar.append(progress_bar((), total=len(prompts) * settings.max_new_tokens, unit="token"))
+        bar[0].update(len(tokens))
+
+    return count
 
 
 def _report(prompts: list[str], model: Model, settings: Settings, result: Generation) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_jax.__main__ import main
+from mla_jax.demo import CHECKPOINT, HELDOUT
+
+KEYS = {"sequences", "steps", "tokens_per_second", "kv_format", "kv_bytes_per_token", "implementation", "pages"}
+
+
+def run_json(capsys: pytest.CaptureFixture, *argv: str) -> dict:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.rstrip("\n").split("\n")[-1])
+
+
+def fails(capsys: pytest.CaptureFixture, *argv: str) -> str:
+    """The one sentence that a command prints for wrong input."""
+    assert main(argv) == 2
+    sentence = capsys.readouterr().err.strip()
+    assert "\n" not in sentence and "Traceback" not in sentence, sentence
+    return sentence
+
+
+def test_generate_json(capsys: pytest.CaptureFixture) -> None:
+    report = run_json(capsys, "generate", "--prompt", "JULIET", "--prompt", "What is", "--max-new-tokens", "20")
+    assert report.keys() >= KEYS
+    assert [s["prompt"] for s in report["sequences"]] == ["JULIET", "What is"]
+    for sequence in report["sequences"]:
+        assert bytes(sequence["tokens"]).decode() == sequence["text"]
+        assert (len(sequence["tokens"]), sequence["finish_reason"]) == (20, "length")
+    assert (report["kv_format"], report["kv_bytes_per_token"], report["steps"]) == ("bf16", 1152, 20)
+    assert report["pages"]["free_after"] == report["pages"]["free_before"] == report["pages"]["total"]
+
+
+def test_prompts_from_a_file_and_stop_bytes(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("**ROMEO**\n\nGood morrow, my lord\n")
+    report = run_json(capsys, "generate", "--prompts", str(file), "--stop-bytes", r"\n", "--max-new-tokens", "60")
+    assert [s["prompt"] for s in report["sequences"]] == ["**ROMEO**", "Good morrow, my lord"]
+    for sequence in report["sequences"]:
+        assert sequence["finish_reason"] == "stop"
+        assert sequence["tokens"][-1] == ord("\n") and "\n" not in sequence["text"]
+
+
+def test_text_streams_and_a_table_follows(capsys: pytest.CaptureFixture) -> None:
+    assert main(["generate", "My liege,", "--max-new-tokens", "12", "--kv-format", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("My liege,")
+    for row in ("tokens/s", "2304 bytes per token and layer", "returned"):
+        assert row in out
+
+
+def test_evaluate_json(capsys: pytest.CaptureFixture) -> None:
+    report = run_json(capsys, "evaluate", "--max-bytes", "4608")
+    assert report["windows"] == 17 and report["text"] == HELDOUT.name
+    assert 1.5 < report["bits_per_byte"] < 2.1
+
+
+def test_info(capsys: pytest.CaptureFixture) -> None:
+    report = run_json(capsys, "info")
+    assert report["default_implementation"] in report["implementations"]
+    assert report["implementations"]["xla"] == {"runs": True, "reason": None}
+    assert all(row["runs"] or row["reason"] for row in report["implementations"].values())
+    assert main(["info"]) == 0
+    assert "cannot run: " in capsys.readouterr().out
+
+
+def checkpoint(tmp_path: Path, **changes: object) -> Path:
+    """A copy of the demo checkpoint with a changed config."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["generate", "--kv-format", "int3"], ["'int3'", "bf16"]),
+        (["generate", "--implementation", "cuda"], ["'cuda'", "xla"]),
+        (["generate", "--max-new-tokens", "0"], ["at least 1"]),
+        (["generate", "--temperature", "-1"], ["temperature"]),
+        (["generate", "--top-p", "2"], ["top_p"]),
+        (["generate", ""], ["empty"]),
+        (["generate", "--pages", "1", "x" * 300], ["300 tokens", "the pool has 1"]),
+        (["generate", "--pages", "0", "x"], ["--pages must be at least 1"]),
+        (["generate", "--prompts", "/no/such/file"], ["/no/such/file"]),
+        (["generate", "--model", "/no/such/folder"], ["/no/such/folder"]),
+        (["generate", "--stop-bytes", r"\x0"], ["--stop-bytes"]),
+        (["generate", "--stop-bytes", "ü"], ["--stop-bytes"]),
+        (["evaluate", "/no/such/file"], ["/no/such/file"]),
+        (["evaluate", "--max-bytes", "100"], ["512"]),
+    ],
+)
+def test_wrong_options_give_one_sentence(capsys: pytest.CaptureFixture, argv: list[str], words: list[str]) -> None:
+    sentence = fails(capsys, *argv)
+    for word in words:
+        assert word in sentence
+
+
+def test_broken_checkpoints_give_one_sentence(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert "llama" in fails(capsys, "generate", "x", "--model", str(checkpoint(tmp_path / "a", model_type="llama")))
+    folder = checkpoint(tmp_path / "b", num_hidden_layers=6, first_k_dense_replace=6)
+    assert "model.layers." in fails(capsys, "generate", "x", "--model", str(folder))
+    folder = checkpoint(tmp_path / "c", hidden_size=128)
+    assert "shape" in fails(capsys, "generate", "x", "--model", str(folder))
+    folder = checkpoint(tmp_path / "d")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert "safetensors" in fails(capsys, "generate", "x", "--model", str(folder))
+    (folder / "config.json").write_text("{")
+    assert "config.json" in fails(capsys, "generate", "x", "--model", str(folder))
+
+
+def test_the_program_itself() -> None:
+    """As users start it: JSON last on stdout, sentences on stderr, exit codes."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    start = [sys.executable, "-m", "mla_jax"]
+    good = subprocess.run([*start, "info", "--json"], capture_output=True, text=True, env=environment, timeout=120)
+    assert good.returncode == 0 and json.loads(good.stdout.splitlines()[-1])["devices"]
+    bad = subprocess.run([*start, "generate", "--model", "/nowhere"], capture_output=True, text=True,
+                         env=environment, timeout=120)
+    assert bad.returncode == 2 and bad.stdout == "" and len(bad.stderr.strip().splitlines()) == 1
