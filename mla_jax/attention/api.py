@@ -107,6 +107,8 @@ def mla_decode(
     Cost: reads Σ kv_lens · D numbers once and does 2·S·H·(D + d_v)·Σ kv_lens FLOP, in kernels that skip what is
     past a request's length; `"xla"` walks all requests to the longest and holds B·512·(D + S·H) numbers at a time.
 
+    Differentiable forward and backward with `"reference"`, forward only with `"xla"`, whose loop has no fixed length.
+
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the masks and the cache layout are FlashMLA's.
     """
     _check_arrays(q, kv_cache, block_table, kv_lens, d_v)

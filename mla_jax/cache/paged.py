@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache import formats
 from mla_jax.cache.formats import PAGE_SIZE, KVFormat
-from mla_jax.cache.pages import PagePool, check_size
+from mla_jax.cache.pages import PagePool, as_index, check_size
 from mla_jax.errors import InputError
 
 Layer = Float[Array, "P T D"]
@@ -113,7 +113,8 @@ class PagedKVCache:
 
         Without ok, a refused fork onto a slot that already holds length tokens would overwrite its last page.
         """
-        src, dst, length = (jnp.asarray(x, jnp.int32) for x in (src, dst, length))
+        src, dst, length = (as_index(f"PagedKVCache.fork: {name}", x) for name, x in
+                            (("src", src), ("dst", dst), ("length", length)))
         last, partial_page = length // pool.page_size, length % pool.page_size > 0
         pages = pool.block_table.at[jnp.stack([src, dst]), last].get(mode="clip")
         ours = jnp.where(ok & partial_page & (pool.kv_lens[dst] == length), pages, 0)
@@ -152,10 +153,11 @@ def _locate(
 ) -> tuple[Int[Array, "B S"], Int[Array, "B S"]]:
     """(page, row within it) of logical positions; page 0 where not valid, outside the table or not a page."""
     num_pages, page_size, _ = layer_shape
-    shapes = {"positions": positions.shape, "valid": positions.shape if valid is None else valid.shape}
-    for name, shape in shapes.items():
-        if shape != (block_table.shape[0], *positions.shape[1:2]):
-            raise InputError(f"{name} must be [B, S] with the B of block_table {block_table.shape}, got {shape}.")
+    for name, array, kind in (("positions", positions, jnp.integer), ("valid", valid, jnp.bool_)):
+        if array is not None and not jnp.issubdtype(array.dtype, kind):
+            raise InputError(f"{name} must be of {'bool' if name == 'valid' else 'int32'}, got {array.dtype.name}.")
+        if array is not None and array.shape != (block_table.shape[0], *positions.shape[1:2]):
+            raise InputError(f"{name} must be [B, S] with the B of block_table {block_table.shape}, got {array.shape}.")
     inside = (positions >= 0) & (positions < block_table.shape[1] * page_size)
     if valid is not None:
         inside &= valid

@@ -140,7 +140,8 @@ class PagePool:
         copies. Returns the pool and ok. Refused, with nothing changed, if no page is free for that, if dst is not
         empty, if src holds fewer than length tokens, or if a slot does not exist.
         """
-        src, dst, length = (jnp.asarray(x, jnp.int32) for x in (src, dst, length))
+        src, dst, length = (as_index(f"PagePool.fork: {name}", x) for name, x in
+                            (("src", src), ("dst", dst), ("length", length)))
         num_slots, width = self.block_table.shape
         exist = (src >= 0) & (src < num_slots) & (dst >= 0) & (dst < num_slots) & (src != dst)
         src, dst = jnp.clip(src, 0, num_slots - 1), jnp.clip(dst, 0, num_slots - 1)
@@ -205,6 +206,14 @@ def check_size(what: str, size: Any, at_least: int = 1) -> None:
     """Raises ValueError unless size is a whole number that is large enough."""
     if not isinstance(size, int | np.integer) or size < at_least:
         raise InputError(f"{what} must be a whole number of at least {at_least}, got {size!r}.")
+
+
+def as_index(what: str, value: Any) -> Int[Array, ""]:
+    """The value as an int32 scalar. Raises ValueError unless it is one whole number."""
+    value = jnp.asarray(value)
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise InputError(f"{what} must be one whole number, got {value.dtype.name} {value.shape}.")
+    return value.astype(jnp.int32)
 
 
 def _need_up_to_and_with(need: Int[Array, "N"]) -> Int[Array, "N"]:

@@ -282,6 +282,9 @@ def test_bad_calls_are_one_sentence():
         "valid": lambda: cache.write(0, table, positions, latents, valid[:, :1]),
         "source and destination": lambda: cache.move_rows(table, positions, positions[:, :1]),
         r"positions must be \[B, S\]": lambda: cache.gather(0, table, positions[0]),
+        "positions must be of int32, got float32": lambda: cache.gather(0, table, positions.astype(jnp.float32)),
+        "valid must be of bool, got int32": lambda: cache.write(0, table, positions, latents, positions),
+        "fork: length .* float32": lambda: cache.fork(PagePool.create(4, 2, 2), 0, 1, 1.5),
     }
     for named, call in calls.items():
         with pytest.raises(ValueError, match=named) as error:

@@ -329,6 +329,13 @@ def test_fork_refusals_change_nothing():
     assert ok and after.num_free == 0 and after.check()
 
 
+@pytest.mark.parametrize("arguments", ((0, 1, 69.5), (0.0, 1, 3), (0, np.int32([1, 2]), 3)), ids=str)
+def test_fork_of_what_is_no_whole_number_is_one_sentence(arguments):
+    with pytest.raises(ValueError, match=r"PagePool\.fork") as error:
+        PagePool.create(4, 3, 3).fork(*arguments)
+    assert_one_sentence(str(error.value))
+
+
 def test_release_of_an_empty_slot_frees_nothing():
     pool = grown(PagePool.create(4, 2, 2), 65, 0)
     assert pool.release(jnp.array([False, True])).num_live == 2
@@ -374,11 +381,13 @@ def test_nothing_leaves_the_device():
 
 
 def test_fields_stay_int32():
-    pool, ok = PagePool.create(8, 2, 4).extend(np.array([70, 3]))
-    pool, forked = pool.truncate(lens_of(65, 0)).fork(0, 1, 10)
-    assert ok.all() and forked
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(pool)} == {"int32"}
-    assert pool.num_free.dtype == pool.num_live.dtype == jnp.int32
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            pool, ok = PagePool.create(8, 2, 4).extend(np.int32([70, 3]))
+            pool, forked = pool.truncate(np.int32([65, 0])).fork(0, 1, 10)
+            assert ok.all() and forked
+            assert {leaf.dtype.name for leaf in jax.tree.leaves(pool)} == {"int32"}
+            assert pool.num_free.dtype == pool.num_live.dtype == jnp.int32
 
 
 @pytest.mark.parametrize(
