@@ -7,6 +7,7 @@ from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
 from mla_jax.config import MLAConfig
 from mla_jax.errors import InputError
+from mla_jax.explain import Explanation, explain
 from mla_jax.model.load import load_checkpoint, save_checkpoint
 from mla_jax.model.mla import absorb_query, expand_output, split_kv_b_proj
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "PAGE_SIZE",
+    "Explanation",
     "InputError",
     "KVFormat",
     "MLAConfig",
@@ -24,6 +26,7 @@ __all__ = [
     "TileSchedule",
     "absorb_query",
     "expand_output",
+    "explain",
     "kv_format",
     "load_checkpoint",
     "merge_states",

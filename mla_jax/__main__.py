@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mla_jax.cli import evaluate, generate, info
+from mla_jax.cli import evaluate, generate, info, schedule
 from mla_jax.errors import InputError
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mla_jax", description="MLA decode for JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (generate, evaluate, info):
+    for command in (generate, evaluate, info, schedule):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")

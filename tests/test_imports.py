@@ -11,7 +11,7 @@ import mla_jax
 
 ROOT = Path(mla_jax.__file__).parent
 # Each room may import itself, what stands before it, and nothing behind it.
-ROOMS = ["errors", "config", "cache", "schedule", "attention", "model", "speculative", "demo", "tokenizer", "decode",
+ROOMS = ["errors", "config", "cache", "schedule", "explain", "attention", "model", "speculative", "demo", "tokenizer", "decode",
          "check", "bench", "cli", "__main__"]
 
 

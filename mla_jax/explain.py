@@ -1,0 +1,206 @@
+"""A tile schedule in words and pictures: which part computes which pages of which request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax.errors import InputError
+from mla_jax.schedule import PAGE_SIZE, REQUEST_OVERHEAD, tile_schedule
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+BAR_WIDTH = 64  # characters
+LABELLED_PARTS = 40  # of the picture; with more the labels would cover each other
+SHOWN_PARTS = 40  # lines of the text chart, unless all are asked for
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Blocks first_block … end_block − 1 of a request, done by one part. An empty request is a piece of 0 blocks."""
+
+    part: int
+    request: int
+    first_block: int
+    end_block: int
+    split: int
+    num_splits: int
+
+    @property
+    def cost(self) -> int:
+        """In units of one block: the scheduler counts 5 for starting and ending a request in a part."""
+        return self.end_block - self.first_block + REQUEST_OVERHEAD
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` returns; `str()` of it is its text.
+
+    Attributes:
+        kv_lens: tokens per request.
+        num_parts: parts that share the work.
+        pieces: in the order in which the parts take them.
+    """
+
+    kv_lens: tuple[int, ...]
+    num_parts: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def load(self) -> list[int]:
+        """Cost of each part's work, in blocks; 0 for an idle part."""
+        load = [0] * self.num_parts
+        for piece in self.pieces:
+            load[piece.part] += piece.cost
+        return load
+
+    @property
+    def balance(self) -> float:
+        """Mean load of all parts over the largest: 1 is perfect, and the share of time that an average part works."""
+        return sum(self.load) / self.num_parts / max(self.load)
+
+    @property
+    def num_blocks(self) -> int:
+        """Pages of 64 tokens that are read."""
+        return sum(piece.end_block - piece.first_block for piece in self.pieces)
+
+    @property
+    def num_split_requests(self) -> int:
+        """Requests that more than one part works on; their partial results are merged afterwards."""
+        return len({piece.request for piece in self.pieces if piece.num_splits > 1})
+
+    def summary(self) -> dict[str, float | int | list[int]]:
+        """The numbers, for JSON."""
+        load = self.load
+        return {
+            "requests": len(self.kv_lens),
+            "blocks": self.num_blocks,
+            "parts": self.num_parts,
+            "idle_parts": load.count(0),
+            "largest_load": max(load),
+            "mean_load": round(sum(load) / self.num_parts, 2),
+            "balance": round(self.balance, 4),
+            "split_requests": self.num_split_requests,
+            "splits": [max(p.num_splits for p in self.pieces if p.request == r) for r in range(len(self.kv_lens))],
+        }
+
+    def chart(self, all_parts: bool = False) -> str:
+        """A line per working part: its load as a bar, a letter per request, and the pieces in words."""
+        by_part: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            by_part.setdefault(piece.part, []).append(piece)
+        scale = min(1.0, BAR_WIDTH / max(self.load))
+        width = round(max(self.load) * scale)
+        shown = list(by_part.items())[: None if all_parts else SHOWN_PARTS]
+        lines = [
+            f"part {part:>{len(str(self.num_parts))}}  {_bar(pieces, scale):<{width}}  "
+            + ", ".join(_in_words(piece) for piece in pieces)
+            for part, pieces in shown
+        ]
+        if len(shown) < len(by_part):
+            lines.append(f"… and {len(by_part) - len(shown)} more working parts")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, all_parts: bool = False) -> str:
+        """The numbers in three lines, then the chart."""
+        s = self.summary()
+        unit = "one character is one block" if max(self.load) <= BAR_WIDTH else f"scaled to {BAR_WIDTH} characters"
+        return (
+            f"{s['requests']} requests, {s['blocks']} blocks of {PAGE_SIZE} tokens, {s['parts']} parts, "
+            f"{s['idle_parts']} of them idle\n"
+            f"Load of a part in blocks (a request in a part costs {REQUEST_OVERHEAD} more): largest {s['largest_load']}, "
+            f"mean {s['mean_load']}, balance {self.balance:.1%}\n"
+            f"Requests split over several parts: {s['split_requests']}; the most splits of one: "
+            f"{max(p.num_splits for p in self.pieces)}\n\n"
+            f"{self.chart(all_parts)}\n\n({unit}; · is the cost of starting and ending a request)"
+        )
+
+
+def explain(kv_lens: Sequence[int], num_parts: int) -> Explanation:
+    """Who computes what when `tile_schedule` divides these requests over num_parts parts.
+
+    Args:
+        kv_lens: tokens per request, one or more, 0 allowed.
+        num_parts: from `num_sm_parts`.
+
+    Raises:
+        ValueError: no request, a negative length, or no part.
+    """
+    if not kv_lens or min(kv_lens) < 0 or max(kv_lens) >= 2**31:
+        raise InputError(f"kv_lens must be one or more lengths from 0 to 2³¹ − 1, got {list(kv_lens)[:8]}.")
+    schedule = tile_schedule(jnp.asarray(kv_lens, jnp.int32), num_parts)
+    rows, first_split = np.asarray(schedule.metadata), np.asarray(schedule.num_splits)
+    blocks = [-(-n // PAGE_SIZE) for n in kv_lens]
+    pieces = []
+    for part, (begin, end, begin_block, end_block, begin_split, *_) in enumerate(rows.tolist()):
+        if begin == len(kv_lens):
+            continue
+        for request in range(begin, end + 1):
+            pieces.append(
+                Piece(
+                    part=part,
+                    request=request,
+                    first_block=begin_block if request == begin else 0,
+                    end_block=end_block if request == end else blocks[request],
+                    split=begin_split if request == begin else 0,
+                    num_splits=int(first_split[request + 1] - first_split[request]),
+                )
+            )
+    return Explanation(tuple(kv_lens), num_parts, tuple(pieces))
+
+
+def plot(explanation: Explanation, file: str | Path) -> None:
+    """Draws the schedule as a picture: a row per part, a coloured bar per piece.
+
+    Needs matplotlib (`pip install mla-jax[notebooks]`). Raises ValueError if it is missing or the file cannot be
+    written.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ModuleNotFoundError:
+        raise InputError("A picture needs matplotlib; install it with: pip install matplotlib.") from None
+    figure = Figure(figsize=(9, max(2.0, min(12.0, 0.6 + 0.16 * explanation.num_parts))), layout="constrained")
+    axes = figure.add_subplot()
+    start = [0] * explanation.num_parts
+    for piece in explanation.pieces:
+        left = start[piece.part]
+        axes.barh(piece.part, piece.cost, left=left, height=0.9, color=f"C{piece.request % 10}",
+                  edgecolor="white", linewidth=0.4, hatch="//" if piece.num_splits > 1 else None)
+        if explanation.num_parts <= LABELLED_PARTS:
+            axes.bar_label(axes.containers[-1], [str(piece.request)], label_type="center", fontsize=8,
+                           bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"})
+        start[piece.part] += piece.cost
+    axes.axvline(sum(start) / len(start), color="0.5", linewidth=1, linestyle="--", label="mean load")
+    axes.set(xlabel=f"load (blocks of {PAGE_SIZE} tokens, {REQUEST_OVERHEAD} more per request)", ylabel="part",
+             title=f"{len(explanation.kv_lens)} requests on {explanation.num_parts} parts, balance "
+                   f"{explanation.balance:.0%} (hatched: a split request; numbers: the request)")
+    axes.invert_yaxis()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside lower right", frameon=False)
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as e:
+        raise InputError(f"{file} cannot be written ({e}).") from None
+
+
+def _bar(pieces: list[Piece], scale: float) -> str:
+    bar = ""
+    for piece in pieces:
+        letter = LETTERS[piece.request % len(LETTERS)]
+        work = round((piece.end_block - piece.first_block) * scale)
+        bar += letter * work + "·" * max(round(piece.cost * scale) - work, 0)
+    return bar
+
+
+def _in_words(piece: Piece) -> str:
+    letter = LETTERS[piece.request % len(LETTERS)]
+    if piece.first_block == piece.end_block:
+        return f"{letter}: request {piece.request} (empty)"
+    words = f"{letter}: request {piece.request}, blocks {piece.first_block}–{piece.end_block - 1}"
+    return words + (f" (split {piece.split + 1} of {piece.num_splits})" if piece.num_splits > 1 else "")
