@@ -171,6 +171,9 @@ def _check_complete(
     """Compares names and shapes with what the config calls for. Raises InputError for the first difference."""
     shapes = tensor_shapes(config)
     for name in [name for name in shapes if name in stored and stored[name].is_fp8]:
+        if len(shapes[name]) != len(block_size):
+            raise NotImplementedError(f"{stored[name].path}: tensor {name} is stored as FP8, which is implemented for "
+                                      f"matrices only.")
         blocks = zip(shapes[name], block_size, strict=True)
         shapes[name + SCALE_SUFFIX] = tuple(-(-size // block) for size, block in blocks)
     if missing := [name for name in shapes if name not in stored]:
@@ -180,8 +183,8 @@ def _check_complete(
         if stored[name].shape != shape:
             raise InputError(f"{stored[name].path}: tensor {name} has shape {stored[name].shape}, config.json calls "
                              f"for {shape}.")
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    for name in stored.keys() - shapes.keys() - tied:
-        if not IGNORED.fullmatch(name):
+    tied = ["lm_head.weight"] if config.tie_word_embeddings else []
+    for name in stored:
+        if name not in shapes and name not in tied and not IGNORED.fullmatch(name):
             raise InputError(f"{stored[name].path}: tensor {name} is not part of the model that config.json "
                              f"describes.")

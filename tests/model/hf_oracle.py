@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_layers import MtpModel
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -39,3 +40,25 @@ def run(model: Any, tokens: np.ndarray, pieces: tuple[int, ...] = ()) -> Referen
         logits.append(out.logits[0].numpy())
     latents = [np.concatenate([c.keys[0, 0], c.values[0, 0]], axis=-1) for c in cache.layers]
     return Reference(np.concatenate(logits), np.stack(latents))
+
+
+def record_drafts(
+    folder: Path, prompt: np.ndarray, new_tokens: int, layer: int, monkeypatch: Any
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Greedy generation with use_mtp: for every draft, the tokens known by then and the module's logits."""
+    # The class looks for MTP weights where the 61 layers of the real model end.
+    ignored = [rf"model\.layers\.{layer}.*"]
+    monkeypatch.setattr(transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", ignored)
+    drafts, forward = [], MtpModel.forward
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = forward(self, *args, **kwargs)
+        drafts.append((kwargs["full_input_ids"][0].numpy().copy(), result[1][0, 0].float().numpy()))
+        return result
+
+    monkeypatch.setattr(MtpModel, "forward", recording)
+    ids = torch.tensor(prompt[None])
+    load(folder).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, use_mtp=True
+    )
+    return drafts
