@@ -165,6 +165,23 @@ def test_alone_and_in_a_batch_of_eight(dtypes, implementation):
         np.testing.assert_allclose(lse_alone[0], lse[b], atol=1e-5)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("pad_length", (0, 1))
+def test_three_requests_in_a_bucket_of_five(pad_length, implementation):
+    """Padded rows have length 0 or 1 and page 0, which holds NaN: they may read it, the three may not."""
+    problem = small(70, 1, 600)
+    arrays = problem.arrays()
+    real = {k: x if k == "kv_cache" or x is None else x[:3] for k, x in arrays.items()}
+    want, want_lse = problem.run(implementation, real)
+    padded = arrays | {
+        "kv_lens": arrays["kv_lens"].at[3:].set(pad_length),
+        "block_table": arrays["block_table"].at[3:].set(0),
+    }
+    out, lse = problem.run(implementation, padded)
+    assert (np.abs(np.asarray(out[:3]) - want) <= 1e-5).all(), errors(out[:3], np.asarray(want))
+    np.testing.assert_allclose(lse[:3], want_lse, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ("several chunks, float32", "tree", "edges of pages, bf16"))
 def test_xla_equals_the_reference(name):
     problem = PROBLEMS[name]
@@ -261,6 +278,26 @@ def test_temporary_memory_does_not_grow_with_the_context(dtype):
     assert 0 <= long.temp_size_in_bytes - short.temp_size_in_bytes <= table
     # what is held is of the order that the docstring promises: B · 512 · (D + S·H) numbers, a few times
     assert short.temp_size_in_bytes < 8 * 2 * 512 * (576 + 2 * 16) * 4
+
+
+def test_xla_reads_no_page_that_nobody_owns(monkeypatch):
+    """Not only clears what it read there: a page that nobody owns may be another process's, or not be there."""
+    problem = Problem((0, 65, 700, 5), d=8, d_v=8)
+    arrays = problem.arrays()
+    table = np.asarray(arrays["block_table"])
+    owned = {int(page) for row, n in zip(table, problem.lens, strict=True) for page in row[: -(-n // 64)]}
+    read, take = set(), jnp.take
+
+    def recording_take(array, indices, **options):
+        if array.shape == arrays["kv_cache"].shape:
+            read.update(np.asarray(indices).ravel().tolist())
+        return take(array, indices, **options)
+
+    monkeypatch.setattr(jnp, "take", recording_take)
+    for start in (0, 512):
+        positions = jnp.arange(start, start + 512, dtype=jnp.int32)
+        xla._read_chunk(arrays["kv_cache"], arrays["block_table"], arrays["kv_lens"], positions)
+    assert read == owned
 
 
 def test_xla_stops_at_the_longest_request():
