@@ -1,13 +1,14 @@
 """The Hopper decode kernel against FlashMLA: `python -m mla_jax.bench.mosaic_gpu --json FILE [case ...]`.
 
-Both run inside CUDA graphs, ours captured by XLA and theirs by torch, interleaved in one process. A time is
-the slope between graphs of few and of many calls, so that launching a graph costs nothing; it includes all
-that a call needs (their combine kernel, our clearing of counters) except the schedule, which layers share.
+Both run inside CUDA graphs of several calls, ours captured by XLA and theirs by torch, interleaved in one
+process. A time is the slope between starting a graph a few and many times; it includes all that a call needs
+(their combine kernel, our clearing of counters) except the schedule, which layers share.
 """
 
 import argparse
 import dataclasses
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import re
@@ -96,30 +97,28 @@ def make_arrays(case: Case, calls: int) -> tuple[list[jax.Array], jax.Array, jax
     return queries, cache, jnp.asarray(table), jnp.asarray(lens)
 
 
-def ours(case: Case, config: KernelConfig, arrays: Any, calls: int) -> Callable[[], Any]:
-    """A function that runs `calls` decodes in one executable."""
+def ours(case: Case, config: KernelConfig, arrays: Any) -> Callable[[], Any]:
+    """A function that starts one decode per query, all in one executable; returns the results."""
     queries, cache, table, lens = arrays
     schedule = tile_schedule(lens, num_sm_parts(132, case.tokens, case.heads))
 
-    def run(
-        queries: list[jax.Array], cache: jax.Array, table: jax.Array, lens: jax.Array, schedule: Any
-    ) -> Any:
+    def run(queries: list[jax.Array], cache: jax.Array, table: jax.Array, lens: jax.Array, schedule: Any) -> Any:
         scale = jnp.full((1,), SCALE, jnp.float32)
         args = (cache, table, lens, scale, None, schedule)
         return [decode_with(config, q, *args, causal=True) for q in queries]
 
-    compiled = jax.jit(run).lower(queries[:calls], cache, table, lens, schedule).compile()
-    return lambda: compiled(queries[:calls], cache, table, lens, schedule)
+    compiled = jax.jit(run).lower(queries, cache, table, lens, schedule).compile()
+    return lambda: compiled(queries, cache, table, lens, schedule)
 
 
-def peers(case: Case, arrays: Any, calls: int) -> Callable[[], Any]:
-    """A function that replays a torch CUDA graph of `calls` FlashMLA decodes."""
-    import flash_mla  # type: ignore[import-not-found]  # noqa: F401  registers the ops
+def peers(case: Case, arrays: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
+    """A function that starts a torch CUDA graph of one FlashMLA decode per query; one that waits for it."""
+    import flash_mla  # type: ignore[import-not-found]  # noqa: F401
     import torch  # type: ignore[import-not-found]
 
     queries, cache, table, lens = arrays
     op = torch.ops.flash_mla_legacy.dense_decode_fwd
-    q = [torch.from_dlpack(x) for x in queries[:calls]]
+    q = [torch.from_dlpack(x) for x in queries]
     cache, table, lens = (
         torch.from_dlpack(cache).unsqueeze(2),
         torch.from_dlpack(table),
@@ -131,58 +130,71 @@ def peers(case: Case, arrays: Any, calls: int) -> Callable[[], Any]:
     with torch.cuda.graph(graph):
         results = [op(x, cache, LATENT, lens, table, SCALE, True, *metadata)[:2] for x in q]
 
-    def replay() -> Any:
-        graph.replay()
-        torch.cuda.synchronize()
+    def start(keep_alive: Any = (q, cache, table, lens, metadata)) -> Any:
+        graph.replay()  # it reads those by address
         return results
 
-    return replay
+    return start, torch.cuda.synchronize
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Wall time of one run, results ready."""
-    start = time.perf_counter()
-    jax.block_until_ready(run())
-    return time.perf_counter() - start
+Run = tuple[Callable[[], Any], Callable[[Any], Any]]  # start, and wait for what it returned
 
 
-def measure(runs: dict[str, tuple[Callable, Callable, int]], rounds: int) -> dict[str, list[float]]:
-    """Seconds per call, per round, interleaved; each run: few calls, many calls, their difference."""
-    for few, many, _ in runs.values():
-        for _ in range(2):
-            seconds(few), seconds(many)
+def seconds(run: Run, times: int) -> float:
+    """Wall time of starting a graph several times and waiting for the last."""
+    start, wait = run
+    began = time.perf_counter()
+    for _ in range(times):
+        result = start()
+    wait(result)
+    return time.perf_counter() - began
+
+
+def measure(runs: dict[str, Run], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per call, per round, interleaved."""
+    few, many = 2, 6
+    for run in runs.values():
+        seconds(run, few)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, (few, many, extra) in runs.items():
-            time.sleep(0.01)
-            short = min(seconds(few) for _ in range(2))
-            long = min(seconds(many) for _ in range(2))
-            times[name].append((long - short) / extra)
+        for name, run in runs.items():
+            time.sleep(0.01)  # the card slows down in sustained loops
+            short = min(seconds(run, few) for _ in range(2))
+            long = min(seconds(run, many) for _ in range(2))
+            times[name].append((long - short) / ((many - few) * calls))
     return times
 
 
-def bench(case: Case, configs: dict[str, KernelConfig], *, with_peer: bool, rounds: int) -> dict[str, Any]:
+def bench(
+    case: Case, configs: dict[str, KernelConfig], *, with_peer: bool, rounds: int, lock: str | None
+) -> dict[str, Any]:
     """Time all configurations and FlashMLA on one case."""
     estimate = max(case.flops / 600e12, case.read_bytes / 3.5e12) + 1.5e-5
-    few, many = (2, 2 + max(4, min(24, int(2e-3 / estimate))))
-    arrays = make_arrays(case, many)
-    runs: dict[str, Any] = {}
-    if with_peer:
-        runs["flash_mla"] = (peers(case, arrays, few), peers(case, arrays, many), many - few)
+    calls = max(2, min(16, int(1e-3 / estimate)))
+    arrays = make_arrays(case, calls)
+    runs: dict[str, Run] = {}
     for name, config in configs.items():
-        runs[name] = (ours(case, config, arrays, few), ours(case, config, arrays, many), many - few)
-    row: dict[str, Any] = {"case": case.name}
-    if with_peer:
-        row["error_against_peer"] = compare(runs, configs)
-    for name, times in measure(runs, rounds).items():
-        micros = [t * 1e6 for t in times]
-        row[name] = {"us": statistics.median(micros), "min_us": min(micros), "max_us": max(micros)}
+        runs[name] = (ours(case, config, arrays), jax.block_until_ready)
+    with open(lock or "/dev/null", "w") as file:
+        if lock:
+            fcntl.flock(file, fcntl.LOCK_EX)  # other cases compile meanwhile
+        if with_peer:
+            start, wait = peers(case, arrays)
+            runs = {"flash_mla": (start, lambda _: wait()), **runs}
+        row: dict[str, Any] = {"case": case.name}
+        if with_peer:
+            row["error_against_peer"] = compare(runs, configs)
+        for name, times in measure(runs, calls, rounds).items():
+            micros = [t * 1e6 for t in times]
+            row[name] = {"us": statistics.median(micros), "min_us": min(micros), "max_us": max(micros)}
     return row
 
 
 def compare(runs: dict[str, Any], configs: dict[str, KernelConfig]) -> dict[str, float]:
     """Relative RMS difference of the first call's output, per configuration."""
-    theirs = np.asarray(runs["flash_mla"][0]()[0][0].float().cpu().numpy())
+    theirs = runs["flash_mla"][0]()[0][0]
+    runs["flash_mla"][1](None)
+    theirs = theirs.float().cpu().numpy()
     found = {}
     for name in configs:
         mine = np.asarray(runs[name][0]()[0][0], np.float32)
@@ -213,6 +225,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", default=CASES)
     parser.add_argument("--json", help="write results to this file")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--lock", help="a file: several of these processes compile together, and measure in turn")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--config", action="append", default=[], help="name:field=value,field=value")
     args = parser.parse_args()
@@ -225,7 +238,7 @@ def main() -> None:
     for name in args.cases:
         case = Case.parse(name)
         try:
-            row = bench(case, configs, with_peer=not args.no_peer, rounds=args.rounds)
+            row = bench(case, configs, with_peer=not args.no_peer, rounds=args.rounds, lock=args.lock)
         except Exception as error:
             print(f"{name}: {error!r}"[:600], file=sys.stderr, flush=True)
             continue

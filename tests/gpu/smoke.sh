@@ -1,5 +1,17 @@
-#!/bin/sh
-# First run on a fresh GPU machine: shortest checks first, each under its own limit.
-export XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
-timeout 70 python3 -m pytest -q -x tests/gpu/test_mosaic_gpu.py -k "any_schedule and 1" --timeout 60 2>&1 | tail -25 || exit 1
-timeout 240 python3 -m pytest -q tests/gpu/test_mosaic_gpu.py -m "not full" --timeout 60 2>&1 | tail -40
+#!/bin/bash
+# Tests and benchmarks on a GPU machine in one go: `smoke.sh SECONDS_FOR_TESTS CASE...`; logs under $OUT.
+limit=$1; shift
+lock=/tmp/gpu.lock
+export PYTHONPATH=$PYTHONPATH:$PWD/tests/attention/mosaic_gpu
+flock $lock timeout "$limit" python3 -m pytest -q -x -n 6 --noconftest -o filterwarnings= -p no:cacheprovider \
+    tests/gpu/test_mosaic_gpu.py -m "not full" --timeout 45 >"$OUT/tests.txt" 2>&1 &
+sleep 2
+for case in "$@"; do
+    extra=""
+    case $case in *b128_h128_s1_4k~ | *b128_h16_s1_4k~) extra=" --config held0:held_back=0 --config tiles7:register_tiles=7" ;; esac
+    echo "$case --rounds 5 --lock $lock$extra"
+done | xargs -P 7 -L 1 timeout 140 python3 -m mla_jax.bench.mosaic_gpu >>"$OUT/rows.txt" 2>>"$OUT/errors.txt"
+wait
+tail -30 "$OUT/tests.txt" | cut -c1-300
+grep -v -i warn "$OUT/errors.txt" | tail -15 | cut -c1-300
+cat "$OUT/rows.txt"

@@ -34,9 +34,7 @@ def run(problem, schedule=None):
     return out, lse
 
 
-@pytest.mark.parametrize(
-    "heads, tokens", [(16, 1), (128, 1), (16, 4), (128, 2), (9, 2), (3, 1), (63, 1), (126, 1)]
-)
+@pytest.mark.parametrize("heads, tokens", [(16, 1), (128, 1), (16, 4), (128, 2), (9, 2), (3, 1), (63, 1), (126, 1)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_ragged_lengths(heads, tokens, dtype):
     run(Problem((*EDGES * 3, 1000, 4097, 513), heads=heads, tokens=tokens, dtype=dtype))
@@ -86,15 +84,11 @@ def test_hundred_repeats_are_bit_identical():
             np.testing.assert_array_equal(np.asarray(a).view(np.uint8), b)
 
 
-@pytest.mark.parametrize(
-    "tag", ["dense_decode_h16", "dense_verify_sq2_h16", "dense_noncausal_sq2_h3", "dense_fp16_h9"]
-)
+@pytest.mark.parametrize("tag", ["dense_decode_h16", "dense_verify_sq2_h16", "dense_noncausal_sq2_h3", "dense_fp16_h9"])
 def test_golden(tag):
     data = np.load(GOLDEN)
     dtype = jnp.float16 if "fp16" in tag else jnp.bfloat16
-    q, cache, want = (
-        jax.lax.bitcast_convert_type(jnp.asarray(data[f"{tag}/{k}"]), dtype) for k in ("q", "kv", "out")
-    )
+    q, cache, want = (jax.lax.bitcast_convert_type(jnp.asarray(data[f"{tag}/{k}"]), dtype) for k in ("q", "kv", "out"))
     lens, table = jnp.asarray(data[f"{tag}/lens"]), jnp.asarray(data[f"{tag}/bt"])
     cache = cache.reshape(-1, 64, 576)
     scale = float(data[f"{tag}/scale"])

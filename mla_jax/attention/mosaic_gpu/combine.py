@@ -77,10 +77,7 @@ def _merge_rows(
             slot = [slot_of(lax.min(p, pieces - 1)) for p in piece]  # only what was written is read
             output = [[plgpu.load(memory.part_out.at[s, r], layout=VECTOR) for s in slot] for r in row]
             lse = [
-                [
-                    jnp.where(p < pieces, memory.part_lse[s, r], -jnp.inf)
-                    for p, s in zip(piece, slot, strict=True)
-                ]
+                [jnp.where(p < pieces, memory.part_lse[s, r], -jnp.inf) for p, s in zip(piece, slot, strict=True)]
                 for r in row
             ]
             return tuple(_add(*args) for args in zip(states, lse, output, strict=True))

@@ -11,48 +11,80 @@ DIM = 576  # dims of a key: 512 latent + 64 rope
 LATENT = 512  # dims of a value
 HALF = LATENT // 2  # value dims that one warpgroup accumulates; also the widest N of a WGMMA
 ROPE = DIM - LATENT
+TILE = 64  # dims per swizzled column tile of 128 bytes
 WARPGROUP = 128  # threads
 SHARED_MEMORY = 232_448  # bytes that a CTA may have on Hopper
-REGISTERS = 512  # per thread index of a warpgroup, over all warpgroups: 65 536 in all
+REGISTERS = 504  # per thread index, over three warpgroups: each thread starts with 168, more do not exist
 LOG2E = math.log2(math.e)
+VALUE_REGISTERS = 160  # fewest that ptxas accepts for a WGMMA with 128 accumulators
+FREE_REGISTERS = 24  # that a role needs beside the operands of its products
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """How one CTA divides its resources.
 
-    slots: key blocks in flight in shared memory, each 64 keys of 576 dims.
+    left_slots, right_slots: key blocks in flight in shared memory; dims 0:256 and the rope part, and dims 256:512.
+    register_tiles: query tiles of 64 latent dims that stay in registers, 16 per thread each; the others and the
+        rope part lie in shared memory, and a product reads them from there again for every block.
     score_registers, value_registers: per thread of each role.
-    stagger: hold the right values back until the next scores are done, so that tensor cores never wait for a
-        softmax.
+    held_back: how many value roles (0, 1: the left one, 2) wait with their products until the next scores are
+        done. Scores are then computed early, and tensor cores have work left during a softmax.
     """
 
-    slots: int = 3
-    score_registers: int = 192
-    value_registers: int = 160
-    stagger: bool = True
+    left_slots: int = 3
+    right_slots: int = 2
+    register_tiles: int = 6
+    score_registers: int = 184
+    value_registers: int = VALUE_REGISTERS
+    held_back: int = 1
 
     def __post_init__(self) -> None:
-        if self.slots < 2:
-            raise ValueError(f"{self.slots=}: one slot loads while another is used, so at least 2 are needed")
+        if not 2 <= self.right_slots <= self.left_slots:
+            raise ValueError(
+                f"{self.left_slots=}, {self.right_slots=}: one slot loads while another is used, so each must be "
+                "at least 2, and the left side, which also keeps the probabilities, must not have fewer"
+            )
+        if self.held_back not in (0, 1, 2):
+            raise ValueError(f"{self.held_back=}: there are two value roles, so it must be 0, 1 or 2")
+        if not 5 <= self.register_tiles <= 7:
+            raise ValueError(f"{self.register_tiles=}: the left 4 tiles always are in registers; give 5, 6 or 7")
         if (used := self.shared_memory()) > SHARED_MEMORY:
             raise ValueError(
-                f"{self.slots=} need {used} bytes of shared memory, a CTA has {SHARED_MEMORY}: lower slots"
+                f"{self.left_slots=}, {self.right_slots=} need {used} bytes of shared memory, a CTA has "
+                f"{SHARED_MEMORY}: lower left_slots or right_slots"
             )
+        self._check_registers()
+
+    def _check_registers(self) -> None:
         registers = (self.score_registers, self.value_registers)
         if any(r % 8 or not 24 <= r <= 256 for r in registers):
             raise ValueError(f"{registers=}: each must be a multiple of 8 from 24 to 256")
-        used = self.score_registers + 2 * self.value_registers
-        if used > REGISTERS:
+        if self.value_registers < VALUE_REGISTERS:
+            raise ValueError(f"{self.value_registers=}: a value role needs at least {VALUE_REGISTERS}")
+        needed = 16 * self.register_tiles + PAGE // 2 + FREE_REGISTERS
+        if self.score_registers < needed:
             raise ValueError(
-                f"{registers=} with two value warpgroups need {used} registers per thread index, an SM has "
-                f"{REGISTERS}: lower score_registers or value_registers"
+                f"{self.score_registers=}: {self.register_tiles} query tiles and the scores need {needed}; lower "
+                "register_tiles"
+            )
+        if (used := self.score_registers + 2 * self.value_registers) > REGISTERS:
+            raise ValueError(
+                f"{registers=} with two value warpgroups need {used} registers per thread index, a CTA has "
+                f"{REGISTERS} (with more it would wait for them for ever): lower score_registers"
             )
 
+    @property
+    def shared_query_dims(self) -> int:
+        """Query dims in shared memory: the last of the latent ones, and the rope part."""
+        return DIM - self.register_tiles * TILE
+
     def shared_memory(self) -> int:
-        """Bytes per CTA: 16-bit key slots, the queries' rope part, float32 vectors of 64 rows, barriers."""
-        vectors = -(-(2 * self.slots + 1) * ROWS * 4 // 1024) * 1024
-        return self.slots * PAGE * DIM * 2 + ROWS * ROPE * 2 + vectors + 8 * (4 * self.slots + 2)
+        """Bytes per CTA: 16-bit keys and queries, float32 vectors of 64 rows, barriers."""
+        keys = self.left_slots * (HALF + ROPE) + self.right_slots * HALF
+        vectors = -(-(2 * self.left_slots + 1) * ROWS * 4 // 1024) * 1024  # each allocation takes whole KiB
+        barriers = 8 * (5 * self.left_slots + self.right_slots)
+        return 2 * ROWS * (keys + self.shared_query_dims) + vectors + barriers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -129,9 +129,7 @@ def clear_rows(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
         base = mgpu_utils.memref_ptr(tile)
         thread = arith.remui(mgpu_utils.thread_idx(), const(WARPGROUP))
         chunk = arith.remui(thread, const(chunks))
-        column = arith.addi(
-            times(arith.divui(chunk, const(8)), 1024), times(arith.remui(chunk, const(8)), 16)
-        )
+        column = arith.addi(times(arith.divui(chunk, const(8)), 1024), times(arith.remui(chunk, const(8)), 16))
         row = arith.addi(first.registers.item(), arith.divui(thread, const(chunks)))
         loop: Any = scf.ForOp(row, const(PAGE), const(rows_at_once), [])  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):

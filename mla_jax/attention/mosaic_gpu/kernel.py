@@ -1,14 +1,15 @@
 """The persistent kernel: 3 warpgroups per CTA, a ring of key blocks between them.
 
-    score           S = Q K^T of a slot, softmax, P into the slot's rope part
-    values, left    O[:, 0:256]   = decay * O + P V of a slot, then refill this half of the slot
-    values, right   O[:, 256:512] = decay * O + P V of a slot, then refill this half of the slot
+    score           S = Q K^T of a block, softmax, P into the slot of its rope part
+    values, left    O[:, 0:256]   = decay * O + P V of a block, then refill its slot
+    values, right   O[:, 256:512] = decay * O + P V of a block, then refill its slot
 
 Why so. A WGMMA whose A operand lies in shared memory reads it again for every 64 columns of B, so that
-S = Q K^T alone fills the bandwidth of shared memory. Here one warpgroup keeps the latent dims of Q in
-registers (128 of them) and does nothing but scores; shared memory traffic per block of 64 keys drops to 1920
-cycles, below the 2176 that tensor cores need. Q passes through the ring and then needs 8 KiB only, so three
-blocks of keys fit.
+S = Q K^T alone fills the bandwidth of shared memory. Here one warpgroup does nothing but scores and keeps most
+of Q in registers: shared memory traffic per block of 64 keys drops to 2048 cycles, below the 2176 that tensor
+cores need. Q travels through the rings; what remains of it in shared memory is small, so that five halves of
+key blocks fit. The right values are multiplied at once, beside the next scores, so two right halves are enough;
+the left ones are held back until the next softmax, when tensor cores would be idle.
 """
 
 from typing import Any
@@ -48,13 +49,15 @@ def run_kernel(
     *,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launch; `inputs` are the first nine fields of `Global`. Returns out [B, rows, 512], lse [B, rows]."""
+    """Launch; `inputs` are the first eight fields of `Global`. Returns out [B, rows, 512], lse [B, rows]."""
     emulate = interpret is not None
 
     def body(*refs: Any, **scratch: Any) -> None:
         _cta_body(problem, config, emulate, Global(*refs), **scratch)
 
     body.__name__ = "mla_decode"
+    # The kernel counts in these, so they must be a reference: XLA would share one array of zeros between calls.
+    counters = jax.new_ref(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
     workspace = (2 * problem.parts, problem.row_blocks * ROWS)
     out, lse, part_out, part_lse = plgpu.kernel(
         body,
@@ -73,45 +76,45 @@ def run_kernel(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=not emulate,
-            reduction_scratch_bytes=0
-            if not emulate
-            else 2048,  # rows lie within a warp: no scratch is needed
+            reduction_scratch_bytes=0 if not emulate else 2048,  # rows lie within a warp: no scratch is needed
         ),
         interpret=interpret,
-    )(*inputs)
+    )(*inputs, counters)
     if emulate:
         return merge_outside(out, lse, part_out, part_lse, schedule)
     return out, lse
 
 
 def _scratch(problem: Problem, config: KernelConfig) -> dict[str, Any]:
-    def tile(columns: int) -> Any:
-        return plgpu.SMEM((config.slots, PAGE, columns), problem.dtype, transforms=TILED)
+    def tile(*shape: int) -> Any:
+        return plgpu.SMEM(shape, problem.dtype, transforms=TILED)
 
-    def barriers(arrivals: int = 1, count: int = config.slots) -> Any:
+    def barriers(count: int, arrivals: int = 1) -> Any:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
+    left, right = config.left_slots, config.right_slots
     return {
-        "left": tile(HALF),
-        "right": tile(HALF),
-        "rope": tile(ROPE),
-        "query_rope": plgpu.SMEM((ROWS, ROPE), problem.dtype, transforms=TILED),
-        "row_vectors": plgpu.SMEM((2 * config.slots + 1, ROWS), jnp.float32),
-        "left_full": barriers(),
-        "right_full": barriers(arrivals=2),  # right half and rope
-        "scored": barriers(),
-        "next_scores_done": barriers(count=2),
-        "left_done": barriers(),
+        "left": tile(left, PAGE, HALF),
+        "right": tile(right, PAGE, HALF),
+        "rope": tile(left, PAGE, ROPE),
+        "queries": tile(ROWS, config.shared_query_dims),
+        "row_vectors": plgpu.SMEM((2 * left + 1, ROWS), jnp.float32),  # one array, as each takes whole KiB
+        "left_full": barriers(left, arrivals=2),  # left half and rope
+        "right_full": barriers(right),
+        "scored_left": barriers(left),  # these and the following are signals in the interpreter
+        "scored_right": barriers(left),
+        "next_scores_done": barriers(left),
+        "right_done": barriers(left),
     }
 
 
 def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Global, **scratch: Any) -> None:
     next_id = FIRST_FREE_BARRIER
 
-    def signal(name: str, threads: int) -> Signal:
+    def signal(name: str, warpgroups: int) -> Signal:
         nonlocal next_id
-        made = Signal(next_id, threads, scratch[name] if emulate else None)
-        next_id += 2 if name == "next_scores_done" else config.slots
+        made = Signal(next_id, warpgroups * WARPGROUP, scratch[name] if emulate else None)
+        next_id += config.left_slots
         return made
 
     cta = Cta(
@@ -120,13 +123,13 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         emulate=emulate,
         memory=memory,
         slots=Slots(*(scratch[name] for name in Slots._fields)),
-        query_rope=scratch["query_rope"],
+        queries=scratch["queries"],
         row_vectors=scratch["row_vectors"],
         left_full=scratch["left_full"],
         right_full=scratch["right_full"],
-        scored=signal("scored", 3 * WARPGROUP),
-        next_scores_done=signal("next_scores_done", 2 * WARPGROUP),
-        left_done=signal("left_done", 2 * WARPGROUP),
+        scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
+        next_scores_done=signal("next_scores_done", 1 + config.held_back),
+        right_done=signal("right_done", 2),
         part=lax.axis_index("part"),
         row_block=lax.axis_index("row_block"),
     )

@@ -124,7 +124,6 @@ def decode_with(
         schedule.num_splits,
         scale,
         _tree_words(tree_mask, problem),
-        jnp.zeros(batch * problem.row_blocks, jnp.int32),
     )
     out, lse = run_kernel(problem, config, inputs, schedule, interpret=interpret)
     out = out[:, : tokens * heads].reshape(batch, tokens, heads, LATENT)

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
+from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE
 from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn
 
@@ -19,11 +19,10 @@ HIDDEN = -1e33  # a masked logit: far below LOWEST, so that its probability is 0
 
 
 class Queries(NamedTuple):
-    """64 queries as A operands of the score products: latent dims in registers, 128 per thread."""
+    """64 queries as A operands of the score products, as far as registers go."""
 
     left: jax.Array  # [64, 256]
-    right: jax.Array  # [64, 256]
-    rope: Ref  # [64, 64] in shared memory: no registers are left for it
+    right: jax.Array  # [64, 64 * register_tiles - 256], the dims after those
 
 
 class Softmax(NamedTuple):
@@ -35,35 +34,35 @@ class Softmax(NamedTuple):
 
 def score(cta: Cta) -> None:
     """Score every block of every request, and write the log-sum-exp."""
-    slots = cta.config.slots
+    config = cta.config
     scale = cta.memory.scale[0]
     logit_scale = jnp.abs(scale) * LOG2E
 
     def request(r: jax.Array, turn: Turn) -> Turn:
         segment = cta.segment(r)
-        queries = _take_queries(cta, turn.slot, jnp.where(scale < 0, -1.0, 1.0))
-        turn = turn.after_queries(slots)
+        queries = _take_queries(cta, turn, jnp.where(scale < 0, -1.0, 1.0))
+        turn = turn.after(config)
 
         def block(masked: bool, i: jax.Array, carry: tuple[Softmax, Turn]) -> tuple[Softmax, Turn]:
             softmax, turn = carry
-            products = _products(cta, queries, turn.slot)
-            if cta.config.stagger:
+            products = _products(cta, queries, turn)
+            if config.held_back:
 
                 @pl.when(i > segment.first)
                 def _() -> None:
-                    cta.next_scores_done.send(1 - turn.parity)
+                    cta.next_scores_done.send(turn.previous_left(config))
 
             visible = _visible(cta, segment, i) if masked else None
             softmax, decay, probabilities = _advance(softmax, products, logit_scale, visible)
             warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
-            cta.slots.rope.at[turn.slot][...] = probabilities.astype(cta.problem.dtype)
-            cta.decay(turn.slot)[...] = decay
-            cta.total(turn.slot)[...] = softmax.total
+            cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
+            cta.decay(turn.left)[...] = decay
+            cta.total(turn.left)[...] = softmax.total
             if masked:
-                _clear_unowned_values(cta, segment, i, turn.slot)
+                _clear_unowned_values(cta, segment, i, turn)
             plgpu.commit_smem()
-            cta.scored.send(turn.slot)
-            return softmax, turn.after_keys(slots)
+            _send_scored(cta, turn)
+            return softmax, turn.after(config)
 
         softmax = Softmax(
             plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
@@ -73,8 +72,8 @@ def score(cta: Cta) -> None:
         carry = (softmax, turn)
         carry = lax.fori_loop(segment.first, mask_from, lambda i, c: block(False, i, c), carry)
         softmax, turn = lax.fori_loop(mask_from, segment.end, lambda i, c: block(True, i, c), carry)
-        if cta.config.stagger:
-            cta.next_scores_done.send(1 - turn.parity)
+        if config.held_back:
+            cta.next_scores_done.send(turn.previous_left(config))
         _store_lse(cta, segment, softmax)
         return turn
 
@@ -82,39 +81,60 @@ def score(cta: Cta) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _take_queries(cta: Cta, slot: jax.Array, sign: jax.Array) -> Queries:
-    """Move queries times `sign` out of their slot, and give the slot back."""
-    plgpu.barrier_wait(cta.left_full.at[slot])
-    plgpu.barrier_wait(cta.right_full.at[slot])
-    left, right, rope = (
-        (plgpu.load(buffer.at[slot], layout=MATRIX).astype(jnp.float32) * sign).astype(cta.problem.dtype)
-        for buffer in (cta.slots.left, cta.slots.right, cta.slots.rope)
-    )
-    cta.query_rope[...] = rope
-    plgpu.commit_smem()
-    cta.scored.send(slot)
-    return Queries(left, right, cta.query_rope)
+def _send_scored(cta: Cta, turn: Turn) -> None:
+    for signal in cta.scored.values():
+        signal.send(turn.left)
 
 
-def _products(cta: Cta, queries: Queries, slot: jax.Array) -> jax.Array:
+def _take_queries(cta: Cta, turn: Turn, sign: jax.Array) -> Queries:
+    """Move queries times `sign` out of their slots, and give the slots back."""
+    plgpu.barrier_wait(cta.left_full.at[turn.left])
+    plgpu.barrier_wait(cta.right_full.at[turn.right])
+    sign = sign.astype(cta.problem.dtype)
+    left, right, rope = cta.slots.left.at[turn.left], cta.slots.right.at[turn.right], cta.slots.rope.at[turn.left]
+    kept = cta.config.register_tiles * TILE - HALF  # right dims that stay in registers
+    moved = HALF - kept
+
+    def take(source: Ref) -> jax.Array:
+        return plgpu.load(source, layout=MATRIX) * sign
+
+    cta.queries.at[:, pl.ds(0, moved)][...] = take(right.at[:, pl.ds(kept, moved)])
+    cta.queries.at[:, pl.ds(moved, ROPE)][...] = take(rope)
+    queries = Queries(take(left), take(right.at[:, pl.ds(0, kept)]))
+    plgpu.commit_smem()  # the slots have been read, and what was stored is there for products
+    _send_scored(cta, turn)
+    return queries
+
+
+def _products(cta: Cta, queries: Queries, turn: Turn) -> jax.Array:
     """Q K^T of one block: [64, 64] float32."""
-    left, right, rope = (b.at[slot] for b in (cta.slots.left, cta.slots.right, cta.slots.rope))
+    left, right, rope = cta.slots.left.at[turn.left], cta.slots.right.at[turn.right], cta.slots.rope.at[turn.left]
+    kept = queries.right.shape[1]
+    moved = HALF - kept
+    right_kept, right_moved = right.at[:, pl.ds(0, kept)], right.at[:, pl.ds(kept, moved)]
+    query_moved, query_rope = cta.queries.at[:, pl.ds(0, moved)], cta.queries.at[:, pl.ds(moved, ROPE)]
     if cta.emulate:
-        plgpu.barrier_wait(cta.left_full.at[slot])
-        plgpu.barrier_wait(cta.right_full.at[slot])
-        pairs = ((queries.left, left), (queries.right, right), (queries.rope[...], rope))
+        plgpu.barrier_wait(cta.left_full.at[turn.left])
+        plgpu.barrier_wait(cta.right_full.at[turn.right])
+        pairs = (
+            (queries.left, left),
+            (query_rope[...], rope),
+            (queries.right, right_kept),
+            (query_moved[...], right_moved),
+        )
         products = jnp.zeros((ROWS, PAGE), jnp.float32)
         for q, k in pairs:
             products += jnp.dot(q.astype(jnp.float32), k[...].astype(jnp.float32).T)
-        plgpu.commit_smem()  # the slot has been read
+        plgpu.commit_smem()  # the slots have been read
         return products
 
     def issue(products: Any) -> jax.Array:
-        plgpu.barrier_wait(cta.left_full.at[slot])
+        plgpu.barrier_wait(cta.left_full.at[turn.left])
         plgpu.wgmma(products, queries.left, left.transpose((1, 0)))
-        plgpu.barrier_wait(cta.right_full.at[slot])
-        plgpu.wgmma(products, queries.right, right.transpose((1, 0)))
-        plgpu.wgmma(products, queries.rope, rope.transpose((1, 0)))
+        plgpu.wgmma(products, query_rope, rope.transpose((1, 0)))
+        plgpu.barrier_wait(cta.right_full.at[turn.right])
+        plgpu.wgmma(products, queries.right, right_kept.transpose((1, 0)))
+        plgpu.wgmma(products, query_moved, right_moved.transpose((1, 0)))
         return products[...]
 
     return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
@@ -162,14 +182,14 @@ def _visible(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
     return key < jnp.minimum(limit, segment.length)
 
 
-def _clear_unowned_values(cta: Cta, segment: Segment, block: jax.Array, slot: jax.Array) -> None:
+def _clear_unowned_values(cta: Cta, segment: Segment, block: jax.Array, turn: Turn) -> None:
     """Nobody owns the rows past the end: they may hold NaN, and 0 * NaN is NaN."""
 
     @pl.when((block + 1) * PAGE > segment.length)
     def _() -> None:
         first = lax.max(segment.length - block * PAGE, jnp.int32(0))
-        clear_rows(cta.slots.left.at[slot], first, emulate=cta.emulate)
-        clear_rows(cta.slots.right.at[slot], first, emulate=cta.emulate)
+        clear_rows(cta.slots.left.at[turn.left], first, emulate=cta.emulate)
+        clear_rows(cta.slots.right.at[turn.right], first, emulate=cta.emulate)
 
 
 def nonzero(total: jax.Array) -> jax.Array:

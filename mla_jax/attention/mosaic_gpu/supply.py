@@ -58,9 +58,9 @@ def fill(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
 
         if side == Side.LEFT:
             part(cta.slots.left, 0, HALF, cta.left_full)
+            part(cta.slots.rope, LATENT, ROPE, cta.left_full)
         else:
             part(cta.slots.right, HALF, HALF, cta.right_full)
-            part(cta.slots.rope, LATENT, ROPE, cta.right_full)
 
     there = item.request <= cta.end_req
     keys = there & (item.block != QUERIES)
@@ -77,6 +77,5 @@ def fill(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
 
 def fill_all(cta: Cta, side: Side) -> Upcoming:
     """Fill the empty ring; returns the first item that found no place."""
-    return lax.fori_loop(
-        0, cta.config.slots, lambda slot, item: fill(cta, side, slot, item), Upcoming.start(cta)
-    )
+    slots = cta.config.left_slots if side == Side.LEFT else cta.config.right_slots
+    return lax.fori_loop(0, slots, lambda slot, item: fill(cta, side, slot, item), Upcoming.start(cta))

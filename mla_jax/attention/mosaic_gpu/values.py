@@ -15,31 +15,31 @@ from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side, Turn
 
 def accumulate(cta: Cta, side: Side) -> None:
     """Add up the values of every block of every request, write the output, and refill what was used."""
-    slots = cta.config.slots
+    config = cta.config
     buffer = cta.slots.left if side == Side.LEFT else cta.slots.right
 
     def request(r: jax.Array, carry: tuple[Turn, Upcoming]) -> tuple[Turn, Upcoming]:
         turn, item = carry
         segment = cta.segment(r)
-        cta.scored.receive(turn.slot)  # the queries are in registers
-        item = fill(cta, side, turn.slot, item)
+        cta.scored[side].receive(turn.left)  # the queries have been taken
+        item = fill(cta, side, turn.of(side), item)
 
         def block(i: jax.Array, carry: tuple[jax.Array, Turn, Upcoming]) -> tuple[jax.Array, Turn, Upcoming]:
             output, turn, item = carry
             output = _add_block(cta, side, output, turn, buffer)
-            item = _reuse(cta, side, turn.slot, item)
-            return output, turn.after_keys(slots), item
+            item = _reuse(cta, side, turn, item)
+            return output, turn.after(config), item
 
         output = plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), MATRIX)
-        start = (output, turn.after_queries(slots), item)
+        start = (output, turn.after(config), item)
         output, turn, item = lax.fori_loop(segment.first, segment.end - 1, block, start)
         # The last block's slot is kept a little longer: the output is staged in it.
         output = _add_block(cta, side, output, turn, buffer)
-        inverse = 1.0 / nonzero(plgpu.load(cta.total(turn.slot), layout=ROW))
+        inverse = 1.0 / nonzero(plgpu.load(cta.total(turn.left), layout=ROW))
         output = output * lax.broadcast_in_dim(inverse, output.shape, [0])
-        _store(cta, r, side, output, buffer.at[turn.slot])
-        item = _reuse(cta, side, turn.slot, item)
-        return turn.after_keys(slots), item
+        _store(cta, r, side, output, buffer.at[turn.of(side)])
+        item = _reuse(cta, side, turn, item)
+        return turn.after(config), item
 
     cta.for_each_request(request, (Turn.start(), fill_all(cta, side)))
     plgpu.wait_smem_to_gmem(0)
@@ -47,12 +47,12 @@ def accumulate(cta: Cta, side: Side) -> None:
 
 def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref) -> jax.Array:
     """decay * output + P V for this side's half of V."""
-    cta.scored.receive(turn.slot)
-    decay = plgpu.load(cta.decay(turn.slot), layout=ROW)
+    cta.scored[side].receive(turn.left)
+    decay = plgpu.load(cta.decay(turn.left), layout=ROW)
     output = output * lax.broadcast_in_dim(decay, output.shape, [0])
-    if cta.config.stagger and side == Side.RIGHT:
-        cta.next_scores_done.receive(turn.parity)
-    probabilities, values = cta.slots.rope.at[turn.slot], buffer.at[turn.slot]
+    if side.held_back(cta.config):
+        cta.next_scores_done.receive(turn.left)
+    probabilities, values = cta.slots.rope.at[turn.left], buffer.at[turn.of(side)]
     if cta.emulate:
         output = output + jnp.dot(probabilities[...].astype(jnp.float32), values[...].astype(jnp.float32))
         plgpu.commit_smem()  # the slot has been read
@@ -60,14 +60,14 @@ def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref)
     return pl.run_state(lambda acc: plgpu.wgmma(acc, probabilities, values))(plgpu.ACC.init(output))
 
 
-def _reuse(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
+def _reuse(cta: Cta, side: Side, turn: Turn, item: Upcoming) -> Upcoming:
     """Refill this side's half of a slot that this warpgroup is done with."""
-    if side == Side.LEFT:
-        cta.left_done.send(slot)
+    if side == Side.RIGHT:
+        cta.right_done.send(turn.left)
         warpgroup_barrier(emulate=cta.emulate)  # one warp issues the copy, all four have read
     else:
-        cta.left_done.receive(slot)  # the left side has read the probabilities too, where rope parts go
-    return fill(cta, side, slot, item)
+        cta.right_done.receive(turn.left)  # the right side, too, has read the probabilities, where rope parts go
+    return fill(cta, side, turn.of(side), item)
 
 
 def _store(cta: Cta, request: jax.Array, side: Side, output: jax.Array, stage: Ref) -> None:

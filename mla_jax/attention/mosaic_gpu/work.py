@@ -22,6 +22,10 @@ class Side(enum.IntEnum):
     LEFT = 0  # 0:256
     RIGHT = 1  # 256:512
 
+    def held_back(self, config: KernelConfig) -> bool:
+        """Whether this side waits for the next scores before it multiplies."""
+        return config.held_back == 2 or (config.held_back == 1 and self == Side.LEFT)
+
 
 class Global(NamedTuple):
     """Arrays in device memory. `rows` is S * H; a row of q is query token `row // H`, head `row % H`."""
@@ -42,29 +46,29 @@ class Global(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The ring in shared memory. A slot holds a block of keys, or a request's queries before its first."""
+    """The rings in shared memory. A slot holds a block of keys, or a request's queries before its first."""
 
-    left: Ref  # [slots, 64, 256] dims 0:256, also the left values
-    right: Ref  # [slots, 64, 256] dims 256:512, also the right values
-    rope: Ref  # [slots, 64, 64] dims 512:576, overwritten by the probabilities once scores are done
+    left: Ref  # [left_slots, 64, 256] dims 0:256, also the left values
+    right: Ref  # [right_slots, 64, 256] dims 256:512, also the right values
+    rope: Ref  # [left_slots, 64, 64] dims 512:576, overwritten by the probabilities once scores are done
 
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """Everything the roles of one CTA share."""
+    """Everything the roles of one CTA share. Indices of signals and vectors are left slots where not said."""
 
     config: KernelConfig
     problem: Problem
     emulate: bool
     memory: Global
     slots: Slots
-    query_rope: Ref  # [64, 64] in shared memory
-    row_vectors: Ref  # [2 * slots + 1, 64] float32 in shared memory: one array, as each takes 1 KiB or more
-    left_full: Ref
-    right_full: Ref
-    scored: Signal  # from the score role: this slot's queries are taken, or its probabilities are there
-    next_scores_done: Signal  # from the score role to the right side, by parity of the block
-    left_done: Signal  # from the left side to the right: this slot's probabilities and left values are used
+    queries: Ref  # [64, shared_query_dims] the queries' last dims, in shared memory
+    row_vectors: Ref  # [2 * left_slots + 1, 64] float32 in shared memory
+    left_full: Ref  # barriers: left half and rope part have arrived
+    right_full: Ref  # barriers, by right slot
+    scored: dict[Side, Signal]  # the score role to a side: queries are taken, or probabilities are there
+    next_scores_done: Signal  # the score role to the sides held back: use this slot now
+    right_done: Signal  # the right side to the left: probabilities are used
     part: jax.Array
     row_block: jax.Array
 
@@ -79,12 +83,12 @@ class Cta:
 
     def total(self, slot: jax.Array) -> Ref:
         """[64] sum of the probabilities up to this slot."""
-        return self.row_vectors.at[self.config.slots + slot]
+        return self.row_vectors.at[self.config.left_slots + slot]
 
     @property
     def lse_stage(self) -> Ref:
         """[64] lse on its way to device memory."""
-        return self.row_vectors.at[2 * self.config.slots]
+        return self.row_vectors.at[2 * self.config.left_slots]
 
     @property
     def begin_req(self) -> jax.Array:
@@ -144,20 +148,28 @@ class Segment(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Position in the ring: the slot in turn, and how many key blocks came before (modulo 2)."""
+    """Position in the rings: the slots in turn."""
 
-    slot: jax.Array
-    parity: jax.Array
+    left: jax.Array
+    right: jax.Array
 
     @classmethod
     def start(cls) -> "Turn":
         """Before the first item."""
         return cls(jnp.int32(0), jnp.int32(0))
 
-    def after_queries(self, slots: int) -> "Turn":
-        """The next slot; queries do not count as a key block."""
-        return Turn(jnp.where(self.slot == slots - 1, 0, self.slot + 1), self.parity)
+    def after(self, config: KernelConfig) -> "Turn":
+        """The next slots."""
 
-    def after_keys(self, slots: int) -> "Turn":
-        """The next slot and parity."""
-        return Turn(self.after_queries(slots).slot, 1 - self.parity)
+        def following(slot: jax.Array, slots: int) -> jax.Array:
+            return jnp.where(slot == slots - 1, 0, slot + 1)
+
+        return Turn(following(self.left, config.left_slots), following(self.right, config.right_slots))
+
+    def previous_left(self, config: KernelConfig) -> jax.Array:
+        """The left slot of the item before."""
+        return jnp.where(self.left == 0, config.left_slots - 1, self.left - 1)
+
+    def of(self, side: Side) -> jax.Array:
+        """The slot of a side."""
+        return self.left if side == Side.LEFT else self.right

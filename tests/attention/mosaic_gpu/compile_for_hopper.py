@@ -62,9 +62,7 @@ def main() -> None:
     ).compile()
     (report,) = (path.read_text() for path in pathlib.Path(folder).glob("*.ptxas"))
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
-    print(
-        json.dumps({"spill_bytes": max(spills, default=0), "warnings": re.findall(r"\((C75\d\d)\)", report)})
-    )
+    print(json.dumps({"spill_bytes": max(spills, default=0), "warnings": re.findall(r"\((C75\d\d)\)", report)}))
 
 
 if __name__ == "__main__":

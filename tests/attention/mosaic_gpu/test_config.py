@@ -17,16 +17,23 @@ def array(shape, dtype=jnp.bfloat16):
 Q, CACHE = array((2, 1, 16, 576)), array((8, 64, 576))
 
 
-def test_budgets():
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"left_slots": 4}, "lower left_slots or right_slots"),
+        ({"right_slots": 1}, "each must be at least 2"),
+        ({"register_tiles": 4}, "give 5, 6 or 7"),
+        ({"score_registers": 192}, r"512 registers .* has 504 .* lower score_registers"),
+        ({"score_registers": 144}, "lower register_tiles"),
+        ({"score_registers": 182}, "multiple of 8"),
+        ({"value_registers": 152}, "at least 160"),
+        ({"held_back": 3}, "0, 1 or 2"),
+    ],
+)
+def test_budgets(fields, reason):
     assert KernelConfig().shared_memory() <= SHARED_MEMORY
-    with pytest.raises(ValueError, match="lower slots"):
-        KernelConfig(slots=4)
-    with pytest.raises(ValueError, match="lower score_registers or value_registers"):
-        KernelConfig(score_registers=208)
-    with pytest.raises(ValueError, match="multiple of 8"):
-        KernelConfig(score_registers=190)
-    with pytest.raises(ValueError, match="at least 2"):
-        KernelConfig(slots=1)
+    with pytest.raises(ValueError, match=reason):
+        KernelConfig(**fields)
 
 
 @pytest.mark.parametrize(

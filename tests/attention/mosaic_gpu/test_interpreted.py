@@ -20,14 +20,19 @@ CASES = {
 }
 
 
+CONFIGS = [KernelConfig(held_back=0), KernelConfig(held_back=2), KernelConfig(register_tiles=7)]
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name, stagger", [*((name, True) for name in CASES), ("split request", False)])
-def test_equals_float64(name, stagger, capfd):
+@pytest.mark.parametrize(
+    "name, config", [*((name, KernelConfig()) for name in CASES), *(("split request", c) for c in CONFIGS)]
+)
+def test_equals_float64(name, config, capfd):
     problem, parts = CASES[name]
     q, cache, table, lens, mask = problem.arrays()
     lens = jnp.asarray(lens)
     out, lse = decode_with(
-        KernelConfig(stagger=stagger),
+        config,
         q,
         cache,
         jnp.asarray(table),
