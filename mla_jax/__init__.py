@@ -2,6 +2,7 @@
 
 from mla_jax.attention.api import mla_decode
 from mla_jax.attention.merge import merge_states
+from mla_jax.cache.codec import dequantize_kv, quantize_kv
 from mla_jax.cache.formats import FORMATS, PAGE_SIZE, KVFormat, kv_format
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
@@ -25,6 +26,7 @@ __all__ = [
     "PagedKVCache",
     "TileSchedule",
     "absorb_query",
+    "dequantize_kv",
     "expand_output",
     "explain",
     "kv_format",
@@ -32,6 +34,7 @@ __all__ = [
     "merge_states",
     "mla_decode",
     "num_sm_parts",
+    "quantize_kv",
     "save_checkpoint",
     "split_kv_b_proj",
     "tile_schedule",
