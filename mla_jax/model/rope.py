@@ -44,7 +44,7 @@ def inverse_frequencies(config: MLAConfig) -> np.ndarray:
     of a frequency is already 0.01 radians.
     """
     dim = config.qk_rope_head_dim
-    wavelengths = np.float32(config.rope_theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+    wavelengths = (config.rope_theta ** (np.arange(0, dim, 2) / dim)).astype(np.float32)
     plain = np.float32(1) / wavelengths
     if config.yarn is None:
         return plain

@@ -6,7 +6,7 @@ from typing import Any
 import hf_oracle
 import jax.numpy as jnp
 import numpy as np
-from paged_run import EAGER, JITTED, PagedRun
+from paged_run import JITTED, PagedRun
 
 from mla_jax import MLAConfig
 from mla_jax.model.params import ModelParams
@@ -27,8 +27,7 @@ def assert_close(ours: np.ndarray, reference: np.ndarray, tolerance: float, what
 
 
 def compare(
-    model: Any, config: MLAConfig, params: ModelParams, prompts: Sequence[np.ndarray], width: int, tolerance: float,
-    jit: bool = True,
+    model: Any, config: MLAConfig, params: ModelParams, prompts: Sequence[np.ndarray], width: int, tolerance: float
 ) -> float:
     """Forward, chunked prefill, single steps and a chunk of CHUNK tokens against `model`. Returns the largest |Δ|.
 
@@ -42,14 +41,13 @@ def compare(
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
-    steps = JITTED if jit else EAGER
-    whole_batch = steps.forward(params, config, jnp.asarray(padded))
+    whole_batch = JITTED.forward(params, config, jnp.asarray(padded))
     for ours, reference, prompt in zip(whole_batch, references, prompts, strict=True):
         whole = hf_oracle.run(model, prompt)
         worst.append(assert_close(np.asarray(ours[: len(prompt)]), whole.logits, tolerance, "forward"))
         worst.append(assert_close(whole.logits, reference.logits, tolerance, "transformers with itself"))
 
-    run = PagedRun(config, params, len(prompts), jit)
+    run = PagedRun(config, params, len(prompts))
     heads = [prompt[: len(prompt) - tail] for prompt in prompts]
 
     def check(logits: list[np.ndarray], start: np.ndarray, what: str) -> None:

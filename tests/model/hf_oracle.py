@@ -11,6 +11,7 @@ from transformers.modeling_layers import MtpModel
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
+torch.set_num_threads(1)  # these models are too small to share
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Runs our model over a paged float32 cache whose unowned bytes are NaN, one helper per step of a server."""
+"""Runs our model over a paged cache whose unowned bytes are NaN, one helper per step of a server."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -19,10 +19,10 @@ TABLE_WIDTH = 12  # pages a request may own
 class PagedRun:
     """Requests of one batch, fed piece by piece; every method returns the logits of each request's new tokens."""
 
-    def __init__(self, config: MLAConfig, params: ModelParams, num_requests: int, jit: bool = True):
-        self.config, self.params, self.steps = config, params, JITTED if jit else EAGER
+    def __init__(self, config: MLAConfig, params: ModelParams, num_requests: int, kv_format: str = "fp32"):
+        self.config, self.params = config, params
         self.pool = PagePool.create(num_requests * TABLE_WIDTH + 1, num_requests, TABLE_WIDTH)
-        cache = PagedKVCache.create(config.num_cache_layers, self.pool.owners.shape[0], config.latent_dim, "fp32")
+        cache = PagedKVCache.create(config.num_cache_layers, self.pool.owners.shape[0], config.latent_dim, kv_format)
         self.cache = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), cache)
 
     @property
@@ -36,7 +36,7 @@ class PagedRun:
         for row, piece in zip(tokens, pieces, strict=True):
             row[: len(piece)] = piece
         before = self._grow(counts)
-        hidden, self.cache = self.steps.prefill(
+        hidden, self.cache = JITTED.prefill(
             self.params, self.config, jnp.asarray(tokens), jnp.asarray(counts), before, self.pool.block_table,
             self.cache,
         )
@@ -46,7 +46,7 @@ class PagedRun:
         """As many new tokens of every request, read from the cache in the absorbed form."""
         tokens = jnp.asarray(np.stack(pieces), jnp.int32)
         self._grow(np.full(tokens.shape[0], tokens.shape[1], np.int32))
-        logits, self.cache = self.steps.decode(
+        logits, self.cache = JITTED.decode(
             self.params, self.config, tokens, self.pool.kv_lens, self.pool.block_table, self.cache
         )
         return list(np.asarray(logits))
@@ -76,12 +76,12 @@ def prefill_logits(params, config, tokens, counts, prefix_lens, block_table, cac
     return lm_logits(params, hidden), cache
 
 
-def decode_logits(params, config, tokens, kv_lens, block_table, cache, implementation="xla"):
-    hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, implementation=implementation)
+def decode_logits(params, config, tokens, kv_lens, block_table, cache):
+    hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, implementation="xla")
     return lm_logits(params, hidden), cache
 
 
-EAGER = SimpleNamespace(forward=logits_of, prefill=prefill_logits, decode=decode_logits)
 JITTED = SimpleNamespace(**{
-    name: jax.jit(function, static_argnums=1, compiler_options=QUICK) for name, function in vars(EAGER).items()
+    name: jax.jit(function, static_argnums=1, compiler_options=QUICK)
+    for name, function in (("forward", logits_of), ("prefill", prefill_logits), ("decode", decode_logits))
 })
