@@ -42,6 +42,7 @@ def test_write_then_gather(name):
     table = int32([3, 5, -1], [1, TAIL, TAIL])
     positions = int32([0, 63, 64, 127], [5, 0, 63, 1])
     latents = latents_for(positions)
+    cache = cache.write(0, table, positions + 1, latents_for(positions, seed=1))
     written = cache.write(1, table, positions, latents)
     expected = latents.astype(cache.format.dtype)
     np.testing.assert_array_equal(written.gather(1, table, positions), expected.astype(jnp.float32))
