@@ -58,7 +58,8 @@ def run_kernel(
     body.__name__ = "mla_decode"
     # The kernel counts in these, so they must be a reference: XLA would share one array of zeros between calls.
     counters = jax.new_ref(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
-    workspace = (2 * problem.parts, problem.row_blocks * ROWS)
+    # A single part shares no request.
+    workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
     out, lse, part_out, part_lse = plgpu.kernel(
         body,
         out_type=[
@@ -80,7 +81,7 @@ def run_kernel(
         ),
         interpret=interpret,
     )(*inputs, counters)
-    if emulate:
+    if emulate and problem.parts > 1:
         return merge_outside(out, lse, part_out, part_lse, schedule)
     return out, lse
 

@@ -11,8 +11,8 @@ from mla_jax.schedule import tile_schedule
 
 CASES = {
     "edges, one part": (Problem((0, 1, 63, 64, 65)), 1),
-    "split request": (Problem((700, 64), tokens=2, heads=32), 3),
-    "two row blocks, fp16": (Problem((129, 200), heads=126, dtype="float16"), 2),
+    "split request": (Problem((400, 64), tokens=2, heads=32), 3),
+    "two row blocks, fp16": (Problem((65, 129), heads=126, dtype="float16"), 2),
     "tree": (Problem((70, 3), tokens=3, heads=4, tree=True), 1),
     "shorter than its queries": (Problem((1, 2), tokens=4, heads=3), 2),
     "not causal": (Problem((128, 127), tokens=2, heads=9, causal=False), 2),
