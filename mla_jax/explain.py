@@ -112,8 +112,8 @@ class Explanation:
         return (
             f"{s['requests']} requests, {s['blocks']} blocks of {PAGE_SIZE} tokens, {s['parts']} parts, "
             f"{s['idle_parts']} of them idle\n"
-            f"Load of a part in blocks (a request in a part costs {REQUEST_OVERHEAD} more): largest {s['largest_load']}, "
-            f"mean {s['mean_load']}, balance {self.balance:.1%}\n"
+            f"Load of a part in blocks (a request in a part costs {REQUEST_OVERHEAD} more): "
+            f"largest {s['largest_load']}, mean {s['mean_load']}, balance {self.balance:.1%}\n"
             f"Requests split over several parts: {s['split_requests']}; the most splits of one: "
             f"{max(p.num_splits for p in self.pieces)}\n\n"
             f"{self.chart(all_parts)}\n\n({unit}; · is the cost of starting and ending a request)"
@@ -169,10 +169,10 @@ def plot(explanation: Explanation, file: str | Path) -> None:
     start = [0] * explanation.num_parts
     for piece in explanation.pieces:
         left = start[piece.part]
-        axes.barh(piece.part, piece.cost, left=left, height=0.9, color=f"C{piece.request % 10}",
+        bar = axes.barh(piece.part, piece.cost, left=left, height=0.9, color=f"C{piece.request % 10}",
                   edgecolor="white", linewidth=0.4, hatch="//" if piece.num_splits > 1 else None)
         if explanation.num_parts <= LABELLED_PARTS:
-            axes.bar_label(axes.containers[-1], [str(piece.request)], label_type="center", fontsize=8,
+            axes.bar_label(bar, [str(piece.request)], label_type="center", fontsize=8,
                            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"})
         start[piece.part] += piece.cost
     axes.axvline(sum(start) / len(start), color="0.5", linewidth=1, linestyle="--", label="mean load")

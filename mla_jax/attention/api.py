@@ -10,12 +10,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.attention import reference, xla
-from mla_jax.cache.formats import PAGE_SIZE
+from mla_jax.attention.operands import out_dtype
+from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, PAGE_SIZE
 from mla_jax.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
-FP8_DTYPES = ("float8_e4m3fn", "uint8")  # per-tensor scale; rows of DS_MLA_ROW
-DS_MLA_ROW = 656  # bytes: 512 of e4m3, 4 float32 scales, 64 bf16 of rope
+FP8_DTYPES = ("float8_e4m3fn", "uint8")  # one scale per tensor; rows of DS_ROW bytes
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ class Implementation:
 
 
 def _runs_anywhere(q: jax.Array | None = None, kv_cache: jax.Array | None = None) -> str | None:
-    if kv_cache is not None and kv_cache.dtype.name in FP8_DTYPES:
-        return f"a cache of {kv_cache.dtype.name} (FP8) is not implemented yet"
     return None
 
 
@@ -81,7 +79,9 @@ def mla_decode(
 
     Args:
         q: `[B, S, H, D]` bf16, fp16 or fp32: S new tokens of B requests. D is 576 in DeepSeek's models.
-        kv_cache: `[pages, 64, D]` bf16, fp16 or fp32; may differ from q's dtype.
+            float8_e4m3fn too, with an FP8 cache.
+        kv_cache: `[pages, 64, D]` bf16, fp16, fp32 or float8_e4m3fn, or uint8 `[pages, 64, 656]` in the layout of
+            `fp8_ds_mla` (see `quantize_kv`). May differ from q's dtype.
         block_table: int32 `[B, max_pages]`: page that holds tokens 64·i … 64·i + 63 of the request. Entries past
             the request's length may hold anything.
         kv_lens: int32 `[B]`, tokens in the cache, the S new ones included; 0 is an empty request.
@@ -91,14 +91,14 @@ def mla_decode(
         tree_mask: bool `[B, S, S]`, replaces causal among the last S keys: query j sees key kv_lens − S + i iff
             tree_mask[b, j, i]; earlier keys are all seen.
         q_scale: factor of q in the logits, default 1; may be traced.
-        kv_scale: factor of the cache for formats that have one; None for bf16, fp16 and fp32.
+        kv_scale: factor of a float8_e4m3fn cache, default 1; may be traced. None for the others.
         schedule: a `TileSchedule` for kernels that split the work by one; the others ignore it.
         implementation: None takes the fastest that can run, a name insists on one of `"mosaic_gpu"`,
             `"flash_mla"`, `"xla"`, `"reference"`, a sequence of names takes the first that can.
 
     Returns:
-        out `[B, S, H, d_v]` in q's dtype; lse float32 `[B, H, S]`, natural logarithm. A row that sees no key has
-        out 0 and lse −inf. Bytes that no request owns reach neither, even if they hold NaN.
+        out `[B, S, H, d_v]` in q's dtype, bf16 for an e4m3 q; lse float32 `[B, H, S]`, natural logarithm. A row
+        that sees no key has out 0 and lse −inf. Bytes that no request owns reach neither, even if they hold NaN.
 
     Raises:
         ValueError: the call is wrong. The values of block_table and kv_lens are on the device and not checked.
@@ -114,19 +114,21 @@ def mla_decode(
     _check_arrays(q, kv_cache, block_table, kv_lens, d_v)
     _check_tree_mask(tree_mask, q)
     _check_options(causal, sm_scale=sm_scale, q_scale=q_scale, kv_scale=kv_scale)
-    if kv_scale is not None and kv_cache.dtype.name in DTYPES:
-        raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale.")
+    if kv_scale is not None and kv_cache.dtype != jnp.float8_e4m3fn:
+        raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale per tensor.")
     chosen = _choose(implementation, q, kv_cache)
     num_requests, num_queries, num_heads, _ = q.shape
     if num_requests == 0:
-        empty = jnp.zeros((0, num_queries, num_heads, d_v), q.dtype)
+        empty = jnp.zeros((0, num_queries, num_heads, d_v), out_dtype(q))
         return empty, jnp.zeros((0, num_heads, num_queries), jnp.float32)
     logit_scale = jnp.asarray(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, jnp.float32)
-    if q_scale is not None:
-        logit_scale = logit_scale * jnp.asarray(q_scale, jnp.float32)
+    value_scale = None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32)
+    for factor in (q_scale, value_scale):
+        if factor is not None:
+            logit_scale = logit_scale * jnp.asarray(factor, jnp.float32)
     return chosen.decode(
         q, kv_cache, block_table, kv_lens,
-        logit_scale=logit_scale, d_v=int(d_v), causal=bool(causal), tree_mask=tree_mask,
+        logit_scale=logit_scale, value_scale=value_scale, d_v=int(d_v), causal=bool(causal), tree_mask=tree_mask,
     )
 
 
@@ -177,11 +179,12 @@ def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: in
     if kv_cache.shape[1] != PAGE_SIZE:
         raise InputError(f"kv_cache.shape = {kv_cache.shape}: a page holds {PAGE_SIZE} tokens, got "
                          f"{kv_cache.shape[1]}; reshape the cache to [pages, {PAGE_SIZE}, {kv_cache.shape[2]}].")
-    if kv_cache.dtype == jnp.uint8 and kv_cache.shape[2] != DS_MLA_ROW:
-        raise InputError(f"a uint8 cache must be [pages, {PAGE_SIZE}, {DS_MLA_ROW}] (fp8_ds_mla), got shape "
+    if kv_cache.dtype == jnp.uint8 and kv_cache.shape[2] != DS_ROW:
+        raise InputError(f"a uint8 cache must be [pages, {PAGE_SIZE}, {DS_ROW}] (fp8_ds_mla), got shape "
                          f"{kv_cache.shape}; did you mean float8_e4m3fn?")
-    if kv_cache.dtype != jnp.uint8 and kv_cache.shape[2] != d:
-        raise InputError(f"q's last dim is {d} and the cache's is {kv_cache.shape[2]}, but they must be equal "
+    latent_dim = DS_LATENT + DS_ROPE if kv_cache.dtype == jnp.uint8 else kv_cache.shape[2]
+    if latent_dim != d:
+        raise InputError(f"q's last dim is {d} and the cache's rows hold {latent_dim} numbers, but they must be equal "
                          f"(latent + rope); did you pass q before absorbing W_UK?")
     if not isinstance(d_v, int | np.integer) or not 1 <= d_v <= d:
         raise InputError(f"d_v must be a whole number between 1 and q's last dim {d}, got {d_v}; values are the "

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from mla_jax.attention.operands import as_numbers, out_dtype, product_dtype
 from mla_jax.attention.visibility import visible
 
 HIGHEST = jax.lax.Precision.HIGHEST  # float32 means float32 on a GPU too
@@ -11,27 +12,29 @@ HIGHEST = jax.lax.Precision.HIGHEST  # float32 means float32 on a GPU too
 
 def decode(
     q: Float[Array, "B S H D"],
-    kv_cache: Float[Array, "P T D"],
+    kv_cache: Shaped[Array, "P T W"],
     block_table: Int[Array, "B M"],
     kv_lens: Int[Array, "B"],
     *,
     logit_scale: Float[Array, ""],
+    value_scale: Float[Array, ""] | None,
     d_v: int,
     causal: bool,
     tree_mask: Bool[Array, "B S S"] | None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
-    """softmax(logit_scale · q kᵀ) v for checked arguments; see `mla_decode`.
+    """softmax(logit_scale · q kᵀ) v · value_scale for checked arguments; see `mla_decode`.
 
-    All in float32. Where q and cache are of one 16-bit dtype the weights exp(score − maximum) are rounded to it
-    before they meet the values, as in every kernel: FlashMLA's output differs from an exact one by more than
-    2⁻⁷ |out| + 1e-3 where values cancel.
+    All in float32. Where products are made in a 16-bit dtype (`product_dtype`) the weights exp(score − maximum) are
+    rounded to it before they meet the values, as in every kernel: FlashMLA's output differs from an exact one by more
+    than 2⁻⁷ |out| + 1e-3 where values cancel.
 
     Cost: B·M·T·D float32 for the gathered cache and B·H·S·M·T float32 for the scores.
     """
     num_requests, num_queries, _, d = q.shape
     page_size, width = kv_cache.shape[1], block_table.shape[1]
     pages = jnp.clip(block_table, 0, kv_cache.shape[0] - 1)  # tails of the table hold anything
-    keys = kv_cache[pages].reshape(num_requests, width * page_size, d).astype(jnp.float32)
+    dtype = product_dtype(q, kv_cache)
+    keys = as_numbers(kv_cache[pages], dtype).reshape(num_requests, width * page_size, d).astype(jnp.float32)
     positions = jnp.arange(width * page_size, dtype=jnp.int32)
     # Rows that nobody owns may hold NaN, and 0 · NaN is NaN.
     keys = jnp.where((positions[None] < kv_lens[:, None])[..., None], keys, 0)
@@ -43,8 +46,8 @@ def decode(
     maximum = jnp.where(jnp.isneginf(maximum), 0, maximum)
     weights = jnp.exp(scores - maximum)
     total = jnp.sum(weights, axis=-1)  # [B, H, S], 0 for a row that sees nothing
-    product_dtype = q.dtype if q.dtype == kv_cache.dtype else jnp.float32
-    rounded = weights.astype(product_dtype).astype(jnp.float32)
+    rounded = weights.astype(dtype).astype(jnp.float32)
     out = jnp.einsum("bhst,btv->bshv", rounded, keys[..., :d_v], precision=HIGHEST)
     out = out / jnp.where(total == 0, 1, total).transpose(0, 2, 1)[..., None]
-    return out.astype(q.dtype), maximum[..., 0] + jnp.log(total)
+    out = out if value_scale is None else out * value_scale
+    return out.astype(out_dtype(q)), maximum[..., 0] + jnp.log(total)

@@ -1,11 +1,12 @@
 """Decode in plain XLA, anywhere JAX runs: walks the cache in chunks with an online softmax."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from mla_jax.attention.operands import as_numbers, out_dtype, product_dtype
 from mla_jax.attention.visibility import visible
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -22,11 +23,12 @@ class _Running(NamedTuple):
 
 def decode(
     q: Float[Array, "B S H D"],
-    kv_cache: Float[Array, "P T D"],
+    kv_cache: Shaped[Array, "P T W"],
     block_table: Int[Array, "B M"],
     kv_lens: Int[Array, "B"],
     *,
     logit_scale: Float[Array, ""],
+    value_scale: Float[Array, ""] | None,
     d_v: int,
     causal: bool,
     tree_mask: Bool[Array, "B S S"] | None,
@@ -34,19 +36,19 @@ def decode(
     """`mla_decode` for checked arguments.
 
     Reads ceil(max(kv_lens) / 512) chunks of every request, and only pages that a request owns. Temporaries:
-    B · 512 · (D + S·H) numbers, whatever the context. Products take the dtype of q and cache, float32 if
-    they differ, and accumulate in float32.
+    B · 512 · (D + S·H) numbers, whatever the context. Products are made in
+    `product_dtype` and accumulate in float32.
     """
     num_requests, num_queries, num_heads, d = q.shape
     page_size = kv_cache.shape[1]
-    dtype = q.dtype if q.dtype == kv_cache.dtype else jnp.float32
+    dtype = product_dtype(q, kv_cache)
     rows = q.reshape(num_requests, num_queries * num_heads, d).astype(dtype)
     chunk_tokens = CHUNK_PAGES * page_size
     readable_lens = jnp.minimum(kv_lens, block_table.shape[1] * page_size)
 
     def step(chunk: Int[Array, ""], running: _Running) -> _Running:
         positions = chunk * chunk_tokens + jnp.arange(chunk_tokens, dtype=jnp.int32)
-        keys = _read_chunk(kv_cache, block_table, readable_lens, positions).astype(dtype)
+        keys = _read_chunk(kv_cache, block_table, readable_lens, positions, dtype)
         seen = visible(positions, kv_lens, num_queries, causal, tree_mask)
         seen &= (positions[None] < readable_lens[:, None])[:, None]
         return _absorb_chunk(running, rows, keys, jnp.repeat(seen, num_heads, axis=1), logit_scale)
@@ -60,18 +62,20 @@ def decode(
     end = jax.lax.fori_loop(0, num_chunks, step, start)
 
     out = end.out[..., :d_v] / jnp.where(end.total == 0, 1, end.total)[..., None]
+    out = out if value_scale is None else out * value_scale
     lse = _finite(end.maximum) + jnp.log(end.total)  # log 0 = −inf: a row that saw no key
     lse = lse.reshape(num_requests, num_queries, num_heads)
-    return out.reshape(num_requests, num_queries, num_heads, d_v).astype(q.dtype), lse.transpose(0, 2, 1)
+    return out.reshape(num_requests, num_queries, num_heads, d_v).astype(out_dtype(q)), lse.transpose(0, 2, 1)
 
 
 def _read_chunk(
-    kv_cache: Float[Array, "P T D"],
+    kv_cache: Shaped[Array, "P T W"],
     block_table: Int[Array, "B M"],
     lens: Int[Array, "B"],
     positions: Int[Array, "C"],
+    dtype: Any,
 ) -> Float[Array, "B C D"]:
-    """The cache rows at positions of every request, zero past its length.
+    """The cache rows at positions of every request as numbers, zero past its length.
 
     Table entries past a request's length hold anything, and pages without an owner may hold NaN. There we read a
     page that somebody owns (the first of the longest request; the loop runs only if there is one) and clear it.
@@ -81,7 +85,8 @@ def _read_chunk(
     pages = jnp.take(block_table, blocks, axis=1, mode="clip")
     somebodys = block_table[jnp.argmax(lens), 0]
     pages = jnp.where(blocks[None] * page_size < lens[:, None], pages, somebodys)
-    rows = jnp.take(kv_cache, pages, axis=0, mode="clip").reshape(lens.shape[0], positions.shape[0], -1)
+    rows = as_numbers(jnp.take(kv_cache, pages, axis=0, mode="clip"), dtype)
+    rows = rows.reshape(lens.shape[0], positions.shape[0], -1)
     return jnp.where((positions[None] < lens[:, None])[..., None], rows, 0)
 
 

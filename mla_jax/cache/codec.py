@@ -12,19 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from mla_jax.cache.formats import FORMATS
+from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, DS_TILE, KVFormat, kv_format
 from mla_jax.errors import InputError
 
 E4M3_MAX = 448.0  # JAX turns larger numbers into NaN, where torch saturates: clamp first
-TILE = 128  # values that share a scale in fp8_ds_mla
-DS_LATENT, DS_ROPE = 512, 64  # values
-DS_ROW = DS_LATENT + DS_LATENT // TILE * 4 + DS_ROPE * 2  # bytes: 656
-ALIASES = {"fp8": "fp8_e4m3"}
 
 
 def quantize_kv(
     x: Float[Array, "*n D"],
-    kv_format: str,
+    format_name: str,
     scale: float | Float[Array, ""] | None = None,
     *,
     power_of_two: bool = False,
@@ -37,7 +33,7 @@ def quantize_kv(
 
     Args:
         x: `[..., D]`; D is 576 for `fp8_ds_mla`, anything for the others.
-        kv_format: `"bf16" | "fp16" | "fp32" | "fp8_e4m3" (alias "fp8") | "fp8_ds_mla"`.
+        format_name: `"bf16" | "fp16" | "fp32" | "fp8_e4m3" (alias "fp8") | "fp8_ds_mla"`.
         scale: of `fp8_e4m3`, default 1; may be traced. None for the other formats.
         power_of_two: round the scales of `fp8_ds_mla` up to powers of two, the other convention in use.
 
@@ -50,15 +46,14 @@ def quantize_kv(
 
     Cost: one pass over x; XLA fuses it with what made x and with the write.
     """
-    name = _name(kv_format)
-    _check_scale(scale, name)
-    if name in FORMATS:
-        return x.astype(FORMATS[name].dtype)
-    if name == "fp8_e4m3":
+    chosen = kv_format(format_name)
+    _check_scale(scale, chosen)
+    chosen.row_width(x.shape[-1])
+    if chosen.name == "fp8_e4m3":
         return _to_e4m3(x.astype(jnp.float32) / _scale_or_one(scale))
-    if x.shape[-1] != DS_LATENT + DS_ROPE:
-        raise InputError(f"fp8_ds_mla holds rows of {DS_LATENT} + {DS_ROPE} values, got {x.shape[-1]}.")
-    tiles = x[..., :DS_LATENT].astype(jnp.float32).reshape(*x.shape[:-1], -1, TILE)
+    if chosen.name != "fp8_ds_mla":
+        return x.astype(chosen.dtype)
+    tiles = x[..., :DS_LATENT].astype(jnp.float32).reshape(*x.shape[:-1], -1, DS_TILE)
     scales = _tile_scales(tiles, power_of_two)
     values = _to_e4m3(tiles / scales[..., None]).reshape(*x.shape[:-1], DS_LATENT)
     rope = x[..., DS_LATENT:].astype(jnp.bfloat16)
@@ -67,7 +62,7 @@ def quantize_kv(
 
 def dequantize_kv(
     cache_rows: Shaped[Array, "*n W"],
-    kv_format: str,
+    format_name: str,
     scale: float | Float[Array, ""] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*n D"]:
@@ -75,46 +70,38 @@ def dequantize_kv(
 
     Args:
         cache_rows: `[..., D]` in the format's dtype, or uint8 `[..., 656]` for `fp8_ds_mla`.
-        kv_format, scale: as for `quantize_kv`.
+        format_name, scale: as for `quantize_kv`.
         dtype: of the result. Values are multiplied by their scale in float32; for bf16 the scales of `fp8_ds_mla` are
             rounded to bf16 first, as FlashMLA's kernel does, so that both give the same numbers.
 
     Raises:
         ValueError: as `quantize_kv`, or rows that are not of the format.
     """
-    name = _name(kv_format)
-    _check_scale(scale, name)
-    expected = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_ds_mla": jnp.uint8}.get(name) or FORMATS[name].dtype
-    if cache_rows.dtype != expected or (name == "fp8_ds_mla" and cache_rows.shape[-1] != DS_ROW):
-        width = f" and {DS_ROW} bytes wide" if name == "fp8_ds_mla" else ""
-        raise InputError(f"Rows in {name} must be {jnp.dtype(expected).name}{width}, got {cache_rows.dtype.name} "
-                         f"{cache_rows.shape}.")
-    if name in FORMATS:
-        return cache_rows.astype(dtype)
-    if name == "fp8_e4m3":
+    chosen = kv_format(format_name)
+    _check_scale(scale, chosen)
+    is_ds_mla = chosen.name == "fp8_ds_mla"
+    if cache_rows.dtype != chosen.dtype or (is_ds_mla and cache_rows.shape[-1] != DS_ROW):
+        width = f" and {DS_ROW} bytes wide" if is_ds_mla else ""
+        raise InputError(f"Rows in {chosen.name} must be {jnp.dtype(chosen.dtype).name}{width}, got "
+                         f"{cache_rows.dtype.name} {cache_rows.shape}.")
+    if chosen.name == "fp8_e4m3":
         return (cache_rows.astype(jnp.float32) * _scale_or_one(scale)).astype(dtype)
+    if not is_ds_mla:
+        return cache_rows.astype(dtype)
     values = jax.lax.bitcast_convert_type(cache_rows[..., :DS_LATENT], jnp.float8_e4m3fn)
     scales = _from_bytes(cache_rows[..., DS_LATENT : DS_ROW - 2 * DS_ROPE], jnp.float32)
     if jnp.dtype(dtype) == jnp.bfloat16:  # a cast and back would be optimized away
         scales = jax.lax.reduce_precision(scales, exponent_bits=8, mantissa_bits=7)
     rope = _from_bytes(cache_rows[..., DS_ROW - 2 * DS_ROPE :], jnp.bfloat16)
-    latent = values.astype(jnp.float32).reshape(*scales.shape, TILE) * scales[..., None]
+    latent = values.astype(jnp.float32).reshape(*scales.shape, DS_TILE) * scales[..., None]
     return jnp.concatenate([latent.reshape(values.shape).astype(dtype), rope.astype(dtype)], axis=-1)
 
 
-def _name(kv_format: str) -> str:
-    name = ALIASES.get(kv_format, kv_format)
-    if name not in FORMATS and name not in ("fp8_e4m3", "fp8_ds_mla"):
-        known = ", ".join([*FORMATS, "fp8_e4m3", "fp8_ds_mla"])
-        raise InputError(f"KV format {kv_format!r} is not known; choose from {known}.")
-    return name
-
-
-def _check_scale(scale: Any, name: str) -> None:
+def _check_scale(scale: Any, chosen: KVFormat) -> None:
     if scale is None:
         return
-    if name != "fp8_e4m3":
-        raise InputError(f"scale must be None for {name}, which has no scale per tensor.")
+    if not chosen.has_scale:
+        raise InputError(f"scale must be None for {chosen.name}, which has no scale per tensor.")
     if isinstance(scale, int | float | np.number) and not 0 < scale < float("inf"):
         raise InputError(f"scale must be a positive number, got {scale}.")
 

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache import formats
-from mla_jax.cache.formats import PAGE_SIZE, KVFormat
+from mla_jax.cache.codec import dequantize_kv, quantize_kv
+from mla_jax.cache.formats import DS_LATENT, DS_ROPE, PAGE_SIZE, KVFormat
 from mla_jax.cache.pages import PagePool, as_index, check_size
 from mla_jax.errors import InputError
 
 Layer = Float[Array, "P T D"]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("layers",), meta_fields=("format",))
+@partial(jax.tree_util.register_dataclass, data_fields=("layers", "scales"), meta_fields=("format",))
 @dataclass(frozen=True)
 class PagedKVCache:
     """Latents of all layers in pages of 64 tokens; a page id means the same place in every layer.
@@ -25,29 +26,45 @@ class PagedKVCache:
     in place. Apart from the pool, so that the pool may be kept while the cache is donated.
 
     Attributes:
-        layers: for each layer `[P, 64, D]` in the format's dtype: what `mla_decode` takes.
+        layers: for each layer `[P, 64, D]` in the format's dtype (`[P, 64, 656]` for `fp8_ds_mla`): what `mla_decode`
+            takes.
         format: how a row lies in memory.
+        scales: float32 `[layers]`, of a format with a scale per tensor; None means 1.
     """
 
     layers: tuple[Layer, ...]
     format: KVFormat = field(metadata={"static": True})
+    scales: Float[Array, "layers"] | None = None
 
     @classmethod
     def create(
         cls, num_layers: int, num_pages: int, latent_dim: int, kv_format: str = "bf16",
-        page_size: int = PAGE_SIZE,
+        page_size: int = PAGE_SIZE, scales: Float[Array, "layers"] | None = None,
     ) -> "PagedKVCache":
         """An empty cache. Takes num_layers · num_pages · page_size · bytes_per_token bytes.
 
-        Raises ValueError for an unknown format or a size below 1, NotImplementedError for FP8.
+        Raises ValueError for an unknown format, a size below 1, a row that the format cannot hold, and scales that are
+        not one per layer or that the format does not have.
         """
         chosen = formats.kv_format(kv_format)
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "latent_dim": latent_dim}
         sizes["page_size"] = page_size
         for name, size in sizes.items():
             check_size(f"PagedKVCache.create: {name}", size)
-        shape = (num_pages, page_size, latent_dim)
-        return cls(tuple(jnp.zeros(shape, chosen.dtype) for _ in range(num_layers)), chosen)
+        if scales is not None and not (chosen.has_scale and scales.shape == (num_layers,)):
+            raise InputError(f"scales must be [{num_layers}], one per layer, and only for a format that has them; got "
+                             f"{scales.shape} for {chosen.name}.")
+        shape = (num_pages, page_size, chosen.row_width(latent_dim))
+        return cls(tuple(jnp.zeros(shape, chosen.dtype) for _ in range(num_layers)), chosen, scales)
+
+    @property
+    def latent_dim(self) -> int:
+        """D, numbers of a latent row."""
+        return DS_LATENT + DS_ROPE if self.format.name == "fp8_ds_mla" else self.layers[0].shape[2]
+
+    def scale(self, layer: int) -> Float[Array, ""] | None:
+        """The kv_scale of `mla_decode` for a layer; None where the format has none or it is 1."""
+        return None if self.scales is None else self.scales[layer]
 
     def write(
         self,
@@ -65,11 +82,12 @@ class PagedKVCache:
         Raises ValueError for a layer that is not there and for shapes that do not belong together.
         """
         self._check_layer(layer)
-        expected = (*positions.shape, self.layers[layer].shape[2])
+        expected = (*positions.shape, self.latent_dim)
         if latents.shape != expected:
             raise InputError(f"latents must be [B, S, D] = {expected}, got {latents.shape}.")
         pages, rows = _locate(block_table, positions, self.layers[layer].shape, valid)
-        written = self.layers[layer].at[pages, rows].set(latents.astype(self.format.dtype), mode="drop")
+        stored = quantize_kv(latents, self.format.name, self.scale(layer))
+        written = self.layers[layer].at[pages, rows].set(stored, mode="drop")
         return self._with_layer(layer, written)
 
     def gather(
@@ -78,7 +96,7 @@ class PagedKVCache:
         """Latents of one layer at logical positions, in dtype. What `write` sends to page 0 reads page 0."""
         self._check_layer(layer)
         pages, rows = _locate(block_table, positions, self.layers[layer].shape, None)
-        return self.layers[layer][pages, rows].astype(dtype)
+        return dequantize_kv(self.layers[layer][pages, rows], self.format.name, self.scale(layer), dtype)
 
     @jax.jit
     def move_rows(

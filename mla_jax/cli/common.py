@@ -1,6 +1,7 @@
 """What the commands share: loading a model, options, and how they report."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,10 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from mla_jax.attention.api import IMPLEMENTATIONS
-from mla_jax.cache.formats import FORMATS, FP8_NAMES
+from mla_jax.cache.formats import FORMATS
 from mla_jax.config import MLAConfig
 from mla_jax.demo import CHECKPOINT
+from mla_jax.errors import InputError
 from mla_jax.model.load import load_checkpoint
 from mla_jax.model.params import ModelParams
 from mla_jax.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +41,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
                         help="of the weights; auto is float32 on a CPU and bfloat16 elsewhere")
     parser.add_argument("--kv-format", default="bf16", metavar="FORMAT",
-                        help=f"of the cache: {', '.join(FORMATS)} (not yet: {', '.join(FP8_NAMES)}); default bf16")
+                        help=f"of the cache: {', '.join(FORMATS)}; default bf16")
     parser.add_argument("--implementation", metavar="NAME",
                         help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
@@ -79,6 +81,14 @@ def waiting(what: str) -> Iterator[Callable[[], None]]:
         yield done
     finally:
         done()
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes: 1000000, 64MiB, 1.5GiB, 64M. Raises ValueError in one sentence."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    if not match:
+        raise InputError(f"{text!r} is no number of bytes; write it as 1000000, 64MiB or 1.5GiB.")
+    return int(float(match[1]) * 1024 ** (" kmgt".index(match[2]) if match[2] else 0))
 
 
 def table(rows: dict[str, str]) -> str:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         "text": path.name,
         "model": model.name,
         "device": jax.devices()[0].device_kind,
-        "kv_format": args.kv_format,
+        "kv_format": kv_format(args.kv_format).name,
         "kv_bytes_per_token": kv_format(args.kv_format).bytes_per_token(model.config.latent_dim),
         "implementation": score.implementation,
         "seconds": round(time.perf_counter() - started, 2),

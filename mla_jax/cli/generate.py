@@ -9,8 +9,17 @@ from typing import Any
 
 import jax
 
-from mla_jax.cache.formats import kv_format
-from mla_jax.cli.common import Model, add_model_options, load_model, progress_bar, table, waiting
+from mla_jax.cache.formats import PAGE_SIZE, kv_format
+from mla_jax.cli.common import (
+    Model,
+    add_model_options,
+    load_model,
+    parse_bytes,
+    progress_bar,
+    table,
+    waiting,
+)
+from mla_jax.config import MLAConfig
 from mla_jax.decode.generate import Generation, OnTokens, Settings, generate
 from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
@@ -33,8 +42,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stop-bytes", default="", metavar="TEXT",
                         help=r"end at any of these characters; \n, \t and \xHH are understood; default: none")
-    parser.add_argument("--pages", type=int, metavar="N",
-                        help="pages of 64 tokens in the pool; default: what the prompts and new tokens need")
+    pool = parser.add_mutually_exclusive_group()
+    pool.add_argument("--pages", type=int, metavar="N",
+                      help="pages of 64 tokens in the pool; default: what the prompts and new tokens need")
+    pool.add_argument("--cache-bytes", metavar="N", help="size of the pool instead, such as 64MiB, all layers")
     add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -53,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_tokens=_stop_tokens(args.stop_bytes, model),
         kv_format=args.kv_format,
-        num_pages=None if args.pages is None else args.pages + 1,
+        num_pages=_num_pages(args, model.config),
         implementation=args.implementation,
     )
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]
@@ -78,6 +89,20 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         if not prompts:
             raise InputError(f"{args.prompts} holds no prompt; write one per line.")
     return prompts or [DEFAULT_PROMPT]
+
+
+def _num_pages(args: argparse.Namespace, config: MLAConfig) -> int | None:
+    """Of the pool, with the reserved page; None leaves it to `generate`."""
+    if args.pages is not None:
+        return args.pages + 1
+    if args.cache_bytes is None:
+        return None
+    page_bytes = PAGE_SIZE * config.num_layers * kv_format(args.kv_format).bytes_per_token(config.latent_dim)
+    num_pages = parse_bytes(args.cache_bytes) // page_bytes
+    if num_pages < 2:
+        raise InputError(f"--cache-bytes {args.cache_bytes} holds no page beside the reserved one; two take "
+                         f"{2 * page_bytes} bytes.")
+    return num_pages
 
 
 def _stop_tokens(text: str, model: Model) -> tuple[int, ...]:
@@ -141,7 +166,7 @@ def _report(prompts: list[str], model: Model, settings: Settings, result: Genera
         "compile_seconds": round(result.compile_seconds, 3),
         "model": model.name,
         "device": jax.devices()[0].device_kind,
-        "kv_format": settings.kv_format,
+        "kv_format": kv_format(settings.kv_format).name,
         "kv_bytes_per_token": kv_format(settings.kv_format).bytes_per_token(model.config.latent_dim),
         "layers": model.config.num_layers,
         "implementation": result.implementation,

@@ -13,7 +13,7 @@ def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("schedule", help="how the decode work of a batch is divided over a GPU")
     parser.add_argument("--kv-lens", required=True, metavar="N,N,…", help="tokens per request, such as 130,4096,70")
-    parser.add_argument("--num-sms", type=int, default=132, metavar="N", help="streaming multiprocessors; an H200 has 132")
+    parser.add_argument("--num-sms", type=int, default=132, metavar="N", help="SMs of the GPU; an H200 has 132")
     parser.add_argument("--num-heads", type=int, default=128, metavar="H", help="query heads; default 128")
     parser.add_argument("--num-queries", type=int, default=1, metavar="S", help="new tokens per request; default 1")
     parser.add_argument("--all", action="store_true", help="show every working part")
@@ -41,4 +41,4 @@ def _lengths(text: str) -> list[int]:
     try:
         return [int(number) for number in text.replace(",", " ").split()]
     except ValueError:
-        raise InputError(f"--kv-lens must be numbers with commas between them, such as 130,4096,70; got {text!r}.") from None
+        raise InputError(f"--kv-lens must be numbers with commas, such as 130,4096,70; got {text!r}.") from None

@@ -123,7 +123,8 @@ def attention_implementation(
 ) -> str:
     """The implementation of `mla_decode` that a model of this dtype and cache format will use here."""
     query = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.latent_dim), dtype)
-    cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, config.latent_dim), kv_format(kv_format_name).dtype)
+    chosen = kv_format(kv_format_name)
+    cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, chosen.row_width(config.latent_dim)), chosen.dtype)
     return implementation_for(wanted, query, cache)
 
 

@@ -342,9 +342,3 @@ def test_implementations_that_cannot_run_here_say_why(implementation):
         reason = str(error.value).split(f"{name}: ")[1].split(";")[0]
         assert len(reason.split()) >= 4, f"no reason for {name} in: {error.value}"
 
-
-@pytest.mark.parametrize(("dtype", "width"), (("uint8", 656), ("float8_e4m3fn", 576)))
-def test_fp8_caches_are_legal_and_not_there_yet(dtype, width):
-    arrays = Problem((3,)).arrays() | {"kv_cache": jnp.zeros((4, 64, width), dtype)}
-    with pytest.raises(NotImplementedError, match="FP8"):
-        mla_decode(**arrays)

@@ -1,5 +1,6 @@
 """`PagedKVCache`: every row goes to its own place, and what nobody owns reaches nothing."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from pool_model import assert_one_sentence
 
-from mla_jax import PagedKVCache, PagePool, kv_format, mla_decode
+from mla_jax import PagedKVCache, PagePool, dequantize_kv, kv_format, mla_decode, quantize_kv
 
 FORMATS = ("bf16", "fp16", "fp32")
 D = 6
@@ -263,11 +264,32 @@ def test_bad_sizes_are_one_sentence(arguments, named):
     assert_one_sentence(str(error.value))
 
 
-@pytest.mark.parametrize("name", ("fp8", "fp8_e4m3", "fp8_ds_mla"))
-def test_fp8_is_legal_and_not_there_yet(name):
-    with pytest.raises(NotImplementedError, match="not implemented yet") as error:
-        PagedKVCache.create(1, 4, 576, name)
-    assert_one_sentence(str(error.value))
+@pytest.mark.parametrize(("name", "row", "dtype"), (("fp8", 576, "float8_e4m3fn"), ("fp8_ds_mla", 656, "uint8")))
+def test_fp8_pages_hold_what_the_codec_makes(name, row, dtype):
+    scales = jnp.array([0.5, 4.0]) if name == "fp8" else None
+    cache = PagedKVCache.create(2, 6, 576, name, scales=scales)
+    assert cache.layers[0].shape == (6, 64, row) and cache.layers[0].dtype == dtype
+    assert cache.format.bytes_per_token(576) == row and cache.latent_dim == 576
+    nans = tuple(jnp.asarray(np.full(x.nbytes, 0xFF, np.uint8).view(x.dtype).reshape(x.shape)) for x in cache.layers)
+    cache = replace(cache, layers=nans)
+    table, positions = int32([1, 2], [4, 5]), int32([62, 63, 64, 65], [0, 1, 2, 3])
+    latents = jax.random.normal(jax.random.key(0), (2, 4, 576)) * 100
+    for layer in (0, 1):
+        scale = None if scales is None else scales[layer]
+        cache = cache.write(layer, table, positions, latents)
+        expected = dequantize_kv(quantize_kv(latents, name, scale), name, scale)
+        np.testing.assert_array_equal(cache.gather(layer, table, positions), expected)
+    moved = cache.move_rows(table, positions, positions + 1)
+    np.testing.assert_array_equal(moved.gather(1, table, positions + 1), expected)
+
+
+def test_a_format_refuses_what_it_cannot_hold():
+    for call, named in ((lambda: PagedKVCache.create(1, 4, 500, "fp8_ds_mla"), "512 . 64 values, got 500"),
+                        (lambda: PagedKVCache.create(2, 4, 576, "bf16", scales=jnp.ones(2)), "scales must"),
+                        (lambda: PagedKVCache.create(2, 4, 576, "fp8", scales=jnp.ones(3)), "scales must")):
+        with pytest.raises(ValueError, match=named) as error:
+            call()
+        assert_one_sentence(str(error.value))
 
 
 def test_bad_calls_are_one_sentence():

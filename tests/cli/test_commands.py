@@ -55,6 +55,15 @@ def test_text_streams_and_a_table_follows(capsys: pytest.CaptureFixture) -> None
         assert row in out
 
 
+@pytest.mark.parametrize(("kv_format", "row"), [("fp8", 576), ("fp8_e4m3", 576), ("fp8_ds_mla", 656)])
+def test_fp8_caches_hold_more_tokens(capsys: pytest.CaptureFixture, kv_format: str, row: int) -> None:
+    argv = ["generate", "ROMEO", "--max-new-tokens", "16", "--cache-bytes", "8MiB", "--kv-format", kv_format]
+    report = run_json(capsys, *argv)
+    assert report["kv_bytes_per_token"] == row
+    assert report["pages"]["total"] == 8 * 2**20 // (64 * 4 * row) - 1
+    assert len(report["sequences"][0]["tokens"]) == 16
+
+
 def test_evaluate_json(capsys: pytest.CaptureFixture) -> None:
     report = run_json(capsys, "evaluate", "--max-bytes", "4608")
     assert report["windows"] == 17 and report["text"] == HELDOUT.name
@@ -90,6 +99,8 @@ def checkpoint(tmp_path: Path, **changes: object) -> Path:
         (["generate", ""], ["empty"]),
         (["generate", "--pages", "1", "x" * 300], ["300 tokens", "the pool has 1"]),
         (["generate", "--pages", "0", "x"], ["--pages must be at least 1"]),
+        (["generate", "--cache-bytes", "many"], ["'many'", "64MiB"]),
+        (["generate", "--cache-bytes", "10k"], ["--cache-bytes 10k", "bytes"]),
         (["generate", "--prompts", "/no/such/file"], ["/no/such/file"]),
         (["generate", "--model", "/no/such/folder"], ["/no/such/folder"]),
         (["generate", "--stop-bytes", r"\x0"], ["--stop-bytes"]),
