@@ -1,7 +1,9 @@
 """Decode problems with hostile surroundings, and the float64 answer."""
 
 import dataclasses
+import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -104,3 +106,21 @@ def assert_close(out, lse, want_out, want_lse, rounding=0.0):
     if norm > 0:
         cosine = 1 - 2 * (out * want_out).sum() / norm
         assert cosine < COSINE, f"{cosine=:.2e}, relative RMS {relative_rms:.2e}"
+
+
+GOLDEN = ("dense_decode_h16", "dense_verify_sq2_h16", "dense_noncausal_sq2_h3", "dense_fp16_h9")
+
+
+def golden(tag):
+    """A call and what FlashMLA's kernel gave on an H200: (q, cache, table, lens), scale, causal, out, lse."""
+    file = np.load(pathlib.Path(__file__).parents[2] / "data" / "golden_kernels.npz")
+    dtype = jnp.float16 if "fp16" in tag else jnp.bfloat16
+
+    def bits(name):
+        return jax.lax.bitcast_convert_type(jnp.asarray(file[f"{tag}/{name}"]), dtype)
+
+    lens, table = jnp.asarray(file[f"{tag}/lens"]), jnp.asarray(file[f"{tag}/bt"])
+    lse = file[f"{tag}/lse"]
+    arrays = (bits("q"), bits("kv").reshape(-1, PAGE, DIM), table, lens)
+    want = (np.asarray(bits("out"), np.float64), np.where(np.isposinf(lse), -np.inf, lse))
+    return arrays, float(file[f"{tag}/scale"]), "noncausal" not in tag, *want

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from problems import Problem, assert_close
+from problems import GOLDEN, Problem, assert_close, golden
 
 from mla_jax.attention.mosaic_gpu.config import KernelConfig
 from mla_jax.attention.mosaic_gpu.launch import decode_with
@@ -15,12 +15,20 @@ CASES = {
     "two row blocks, fp16": (Problem((65, 129), heads=126, dtype="float16"), 2),
     "tree": (Problem((70, 3), tokens=3, heads=4, tree=True), 1),
     "shorter than its queries": (Problem((1, 2), tokens=4, heads=3), 2),
-    "not causal": (Problem((128, 127), tokens=2, heads=9, causal=False), 2),
     "negative scale": (Problem((66,), heads=8, scale=-0.1), 1),
 }
 
 
 CONFIGS = [KernelConfig(held_back=0), KernelConfig(held_back=2), KernelConfig(register_tiles=7)]
+
+
+def run(config, parts, arrays, scale, *, causal=True, mask=None):
+    q, cache, table, lens = (jnp.asarray(x) for x in arrays)
+    schedule = tile_schedule(lens, parts)
+    scale = jnp.full((1,), scale, jnp.float32)
+    mask = None if mask is None else jnp.asarray(mask)
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    return decode_with(config, q, cache, table, lens, scale, mask, schedule, causal=causal, interpret=interpret)
 
 
 @pytest.mark.timeout(120)
@@ -29,19 +37,16 @@ CONFIGS = [KernelConfig(held_back=0), KernelConfig(held_back=2), KernelConfig(re
 )
 def test_equals_float64(name, config, capfd):
     problem, parts = CASES[name]
-    q, cache, table, lens, mask = problem.arrays()
-    lens = jnp.asarray(lens)
-    out, lse = decode_with(
-        config,
-        q,
-        cache,
-        jnp.asarray(table),
-        lens,
-        jnp.full((1,), problem.scale, jnp.float32),
-        None if mask is None else jnp.asarray(mask),
-        tile_schedule(lens, parts),
-        causal=problem.causal,
-        interpret=plgpu.InterpretGPUParams(detect_races=True),
-    )
-    assert_close(out, lse, *problem.expected(q, cache, table, lens, mask))
+    *arrays, mask = problem.arrays()
+    out, lse = run(config, parts, arrays, problem.scale, causal=problem.causal, mask=mask)
+    assert_close(out, lse, *problem.expected(*arrays, mask))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("tag", GOLDEN)
+def test_equals_cuda_kernel(tag, capfd):
+    arrays, scale, causal, want_out, want_lse = golden(tag)
+    out, lse = run(KernelConfig(), 2, arrays, scale, causal=causal)
+    assert_close(out, lse, want_out, want_lse)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
