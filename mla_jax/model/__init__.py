@@ -1,1 +1,1 @@
-"""A DeepSeek-V3-style decoder in plain functions over a pytree of weights."""
+"""A DeepSeek-style decoder in plain functions over a pytree of weights."""
