@@ -294,9 +294,14 @@ def test_xla_reads_no_page_that_nobody_owns(monkeypatch):
         return take(array, indices, **options)
 
     monkeypatch.setattr(jnp, "take", recording_take)
-    for start in (0, 512):
-        positions = jnp.arange(start, start + 512, dtype=jnp.int32)
-        xla._read_chunk(arrays["kv_cache"], arrays["block_table"], arrays["kv_lens"], positions)
+    def python_loop(start, end, step, state):
+        for chunk in range(start, int(end)):
+            state = step(jnp.int32(chunk), state)
+        return state
+
+    monkeypatch.setattr(jax.lax, "fori_loop", python_loop)
+    with jax.disable_jit():
+        problem.run("xla", arrays)
     assert read == owned
 
 
