@@ -189,7 +189,8 @@ def _print(report: dict[str, Any], result: Generation) -> None:
         "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
         "attention": f"{report['implementation']}, cache in {report['kv_format']}",
         "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s",
-        "before that": f"prefill {report['prefill_seconds']:.2f} s, compilation {report['compile_seconds']:.2f} s",
+        "before that": f"{report['prefill_seconds']:.2f} s to compile and run prefill, "
+                       f"{report['compile_seconds']:.2f} s to compile the step",
         "speed": f"{report['tokens_per_second']:.1f} tokens/s",
         "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
         "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",

@@ -58,7 +58,11 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Generation:
-    """What `generate` returns. Seconds are those of the decode steps, compilation and prefill apart."""
+    """What `generate` returns.
+
+    `seconds` are those of the decode steps. `prefill_seconds` include the compilation of prefill, and
+    `compile_seconds` are those of the step; both are small once a process has compiled them.
+    """
 
     sequences: list[Continuation]
     steps: int
