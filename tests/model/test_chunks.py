@@ -31,7 +31,7 @@ def prefill(model, widths: list[int], kv_format: str) -> np.ndarray:
     run, logits, done = PagedRun(*model, 1, kv_format), [], 0
     for width in widths:
         piece = TOKENS[done : done + width]
-        logits += run.prefill([piece], width)
+        logits += run.prefill([piece], max(widths))
         done += width
     return np.concatenate(logits)
 

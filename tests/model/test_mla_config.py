@@ -122,9 +122,9 @@ def test_unusual_yarn_settings_are_those_of_transformers(change):
 
 
 def test_experts_every_second_layer():
-    config = MLAConfig.from_hf({**V3, "num_hidden_layers": 6, "moe_layer_freq": 2})
-    assert [config.is_moe(i) for i in range(6)] == [False, False, False, False, True, False]
-    assert config.is_moe(6)  # an MTP module has experts if the model has
+    config = MLAConfig.from_hf({**V3, "num_hidden_layers": 7, "moe_layer_freq": 2})
+    assert [config.is_moe(i) for i in range(7)] == [False, False, False, False, True, False, True]
+    assert config.is_moe(7)  # an MTP module has experts if the model has, whatever its index
 
 
 def test_a_model_without_a_layer_of_experts_is_dense():
