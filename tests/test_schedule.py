@@ -52,10 +52,13 @@ def assert_rows(got, want, batch):
     np.testing.assert_array_equal(got[live], want[live])
 
 
+# Nearly every problem is a compilation, so the short version takes a third of them.
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", ["dense", "dense_fp8"])
-def test_equals_cuda_scheduler(kind):
+def test_equals_cuda_scheduler(kind, step):
     names = [n for n in NAMES if str(GOLDEN[f"{n}/kind"]) == kind]
     assert len(names) == {"dense": 108, "dense_fp8": 12}[kind]
+    names = names[::step]
     make, columns = (fast_schedule, 8) if kind == "dense" else (fast_schedule_tokens, 5)
     for name in names:
         lens, want = GOLDEN[f"{name}/cache_seqlens"], GOLDEN[f"{name}/tile_scheduler_metadata"]
@@ -72,7 +75,7 @@ def test_equals_cuda_scheduler(kind):
 def test_equals_plain_walk(batch):
     rng = np.random.default_rng(batch)
     for parts in (1, 7, 66, 132):
-        for longest in (0, 1, 64, 300, 1000, 5000, 20_000, 100_000) * (4 if batch < 4096 else 1):
+        for longest in (0, 64, 100_000) if batch == 4096 else (0, 1, 64, 300, 1000, 5000, 20_000, 100_000) * 4:
             lens = rng.integers(0, longest + 1, batch).astype(np.int32)
             rows, num_splits = walk(lens, parts, empty_blocks=1)
             got = fast_schedule(jnp.asarray(lens), parts)
