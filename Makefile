@@ -27,6 +27,7 @@ test-full: $(VENV)/.test ## Run the long versions too: soak, statistics, large m
 
 lint: $(VENV)/.lint ## ruff and mypy
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
 bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU

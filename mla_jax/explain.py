@@ -169,16 +169,32 @@ def plot(explanation: Explanation, file: str | Path) -> None:
     start = [0] * explanation.num_parts
     for piece in explanation.pieces:
         left = start[piece.part]
-        bar = axes.barh(piece.part, piece.cost, left=left, height=0.9, color=f"C{piece.request % 10}",
-                  edgecolor="white", linewidth=0.4, hatch="//" if piece.num_splits > 1 else None)
+        bar = axes.barh(
+            piece.part,
+            piece.cost,
+            left=left,
+            height=0.9,
+            color=f"C{piece.request % 10}",
+            edgecolor="white",
+            linewidth=0.4,
+            hatch="//" if piece.num_splits > 1 else None,
+        )
         if explanation.num_parts <= LABELLED_PARTS:
-            axes.bar_label(bar, [str(piece.request)], label_type="center", fontsize=8,
-                           bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"})
+            axes.bar_label(
+                bar,
+                [str(piece.request)],
+                label_type="center",
+                fontsize=8,
+                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+            )
         start[piece.part] += piece.cost
     axes.axvline(sum(start) / len(start), color="0.5", linewidth=1, linestyle="--", label="mean load")
-    axes.set(xlabel=f"load (blocks of {PAGE_SIZE} tokens, {REQUEST_OVERHEAD} more per request)", ylabel="part",
-             title=f"{len(explanation.kv_lens)} requests on {explanation.num_parts} parts, balance "
-                   f"{explanation.balance:.0%} (hatched: a split request; numbers: the request)")
+    axes.set(
+        xlabel=f"load (blocks of {PAGE_SIZE} tokens, {REQUEST_OVERHEAD} more per request)",
+        ylabel="part",
+        title=f"{len(explanation.kv_lens)} requests on {explanation.num_parts} parts, balance "
+        f"{explanation.balance:.0%} (hatched: a split request; numbers: the request)",
+    )
     axes.invert_yaxis()
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))

@@ -1,3 +1,4 @@
+import itertools
 import json
 from pathlib import Path
 
@@ -22,12 +23,12 @@ def test_pieces_cover_every_block_once_and_in_order(seed: int) -> None:
         pieces = [p for p in explanation.pieces if p.request == request]
         assert [p.split for p in pieces] == list(range(pieces[0].num_splits))
         assert pieces[0].first_block == 0 and pieces[-1].end_block == -(-length // 64)
-        assert all(a.end_block == b.first_block for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a.end_block == b.first_block for a, b in itertools.pairwise(pieces))
     assert sum(explanation.load) == sum(p.end_block - p.first_block + 5 for p in explanation.pieces)
 
 
 def test_numbers_of_a_schedule_done_by_hand() -> None:
-    """Two requests of 10 blocks on 2 parts cost 30, so a part's quota is 15 + 5: the first takes one and 0 of the next."""
+    """Two requests of 10 blocks on 2 parts cost 30 together, so each part takes one of them whole."""
     s = explain([640, 640], 2).summary()
     assert (s["blocks"], s["idle_parts"], s["largest_load"], s["balance"], s["splits"]) == (20, 0, 15, 1.0, [1, 1])
 

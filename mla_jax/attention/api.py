@@ -127,8 +127,15 @@ def mla_decode(
         if factor is not None:
             logit_scale = logit_scale * jnp.asarray(factor, jnp.float32)
     return chosen.decode(
-        q, kv_cache, block_table, kv_lens,
-        logit_scale=logit_scale, value_scale=value_scale, d_v=int(d_v), causal=bool(causal), tree_mask=tree_mask,
+        q,
+        kv_cache,
+        block_table,
+        kv_lens,
+        logit_scale=logit_scale,
+        value_scale=value_scale,
+        d_v=int(d_v),
+        causal=bool(causal),
+        tree_mask=tree_mask,
     )
 
 
@@ -174,24 +181,36 @@ def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: in
     _check_dtypes(q, kv_cache)
     num_requests, num_queries, num_heads, d = q.shape
     if 0 in (num_queries, num_heads, d) or 0 in kv_cache.shape or 0 in block_table.shape[1:]:
-        raise InputError(f"S, H, D, pages and max_pages must be at least 1 (only B may be 0), got q {q.shape}, "
-                         f"kv_cache {kv_cache.shape}, block_table {block_table.shape}.")
+        raise InputError(
+            f"S, H, D, pages and max_pages must be at least 1 (only B may be 0), got q {q.shape}, "
+            f"kv_cache {kv_cache.shape}, block_table {block_table.shape}."
+        )
     if kv_cache.shape[1] != PAGE_SIZE:
-        raise InputError(f"kv_cache.shape = {kv_cache.shape}: a page holds {PAGE_SIZE} tokens, got "
-                         f"{kv_cache.shape[1]}; reshape the cache to [pages, {PAGE_SIZE}, {kv_cache.shape[2]}].")
+        raise InputError(
+            f"kv_cache.shape = {kv_cache.shape}: a page holds {PAGE_SIZE} tokens, got "
+            f"{kv_cache.shape[1]}; reshape the cache to [pages, {PAGE_SIZE}, {kv_cache.shape[2]}]."
+        )
     if kv_cache.dtype == jnp.uint8 and kv_cache.shape[2] != DS_ROW:
-        raise InputError(f"a uint8 cache must be [pages, {PAGE_SIZE}, {DS_ROW}] (fp8_ds_mla), got shape "
-                         f"{kv_cache.shape}; did you mean float8_e4m3fn?")
+        raise InputError(
+            f"a uint8 cache must be [pages, {PAGE_SIZE}, {DS_ROW}] (fp8_ds_mla), got shape "
+            f"{kv_cache.shape}; did you mean float8_e4m3fn?"
+        )
     latent_dim = DS_LATENT + DS_ROPE if kv_cache.dtype == jnp.uint8 else kv_cache.shape[2]
     if latent_dim != d:
-        raise InputError(f"q's last dim is {d} and the cache's rows hold {latent_dim} numbers, but they must be equal "
-                         f"(latent + rope); did you pass q before absorbing W_UK?")
+        raise InputError(
+            f"q's last dim is {d} and the cache's rows hold {latent_dim} numbers, but they must be equal "
+            f"(latent + rope); did you pass q before absorbing W_UK?"
+        )
     if not isinstance(d_v, int | np.integer) or not 1 <= d_v <= d:
-        raise InputError(f"d_v must be a whole number between 1 and q's last dim {d}, got {d_v}; values are the "
-                         f"first d_v numbers of a cache row.")
+        raise InputError(
+            f"d_v must be a whole number between 1 and q's last dim {d}, got {d_v}; values are the "
+            f"first d_v numbers of a cache row."
+        )
     if block_table.shape[0] != num_requests or kv_lens.shape[0] != num_requests:
-        raise InputError(f"q has {num_requests} requests, block_table {block_table.shape[0]} and kv_lens "
-                         f"{kv_lens.shape[0]}; the first dims must be equal.")
+        raise InputError(
+            f"q has {num_requests} requests, block_table {block_table.shape[0]} and kv_lens "
+            f"{kv_lens.shape[0]}; the first dims must be equal."
+        )
 
 
 def _check_dtypes(q: jax.Array, kv_cache: jax.Array) -> None:
@@ -219,6 +238,8 @@ def _check_tree_mask(tree_mask: Any, q: jax.Array) -> None:
         return
     expected = (q.shape[0], q.shape[1], q.shape[1])
     if getattr(tree_mask, "shape", None) != expected or tree_mask.dtype != jnp.bool_:
-        raise InputError(f"tree_mask must be bool [B, S, S] = {expected}, got {tree_mask.dtype} "
-                         f"{tree_mask.shape}." if hasattr(tree_mask, "dtype") else
-                         f"tree_mask must be a bool array [B, S, S] = {expected}, got {type(tree_mask).__name__}.")
+        raise InputError(
+            f"tree_mask must be bool [B, S, S] = {expected}, got {tree_mask.dtype} {tree_mask.shape}."
+            if hasattr(tree_mask, "dtype")
+            else f"tree_mask must be a bool array [B, S, S] = {expected}, got {type(tree_mask).__name__}."
+        )

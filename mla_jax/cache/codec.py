@@ -82,8 +82,10 @@ def dequantize_kv(
     is_ds_mla = chosen.name == "fp8_ds_mla"
     if cache_rows.dtype != chosen.dtype or (is_ds_mla and cache_rows.shape[-1] != DS_ROW):
         width = f" and {DS_ROW} bytes wide" if is_ds_mla else ""
-        raise InputError(f"Rows in {chosen.name} must be {jnp.dtype(chosen.dtype).name}{width}, got "
-                         f"{cache_rows.dtype.name} {cache_rows.shape}.")
+        raise InputError(
+            f"Rows in {chosen.name} must be {jnp.dtype(chosen.dtype).name}{width}, got "
+            f"{cache_rows.dtype.name} {cache_rows.shape}."
+        )
     if chosen.name == "fp8_e4m3":
         return (cache_rows.astype(jnp.float32) * _scale_or_one(scale)).astype(dtype)
     if not is_ds_mla:

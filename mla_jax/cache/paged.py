@@ -38,8 +38,13 @@ class PagedKVCache:
 
     @classmethod
     def create(
-        cls, num_layers: int, num_pages: int, latent_dim: int, kv_format: str = "bf16",
-        page_size: int = PAGE_SIZE, scales: Float[Array, "layers"] | None = None,
+        cls,
+        num_layers: int,
+        num_pages: int,
+        latent_dim: int,
+        kv_format: str = "bf16",
+        page_size: int = PAGE_SIZE,
+        scales: Float[Array, "layers"] | None = None,
     ) -> "PagedKVCache":
         """An empty cache. Takes num_layers · num_pages · page_size · bytes_per_token bytes.
 
@@ -52,8 +57,10 @@ class PagedKVCache:
         for name, size in sizes.items():
             check_size(f"PagedKVCache.create: {name}", size)
         if scales is not None and not (chosen.has_scale and scales.shape == (num_layers,)):
-            raise InputError(f"scales must be [{num_layers}], one per layer, and only for a format that has them; got "
-                             f"{scales.shape} for {chosen.name}.")
+            raise InputError(
+                f"scales must be [{num_layers}], one per layer, and only for a format that has them; got "
+                f"{scales.shape} for {chosen.name}."
+            )
         shape = (num_pages, page_size, chosen.row_width(latent_dim))
         return cls(tuple(jnp.zeros(shape, chosen.dtype) for _ in range(num_layers)), chosen, scales)
 
@@ -112,9 +119,7 @@ class PagedKVCache:
         draft tree contiguous.
         """
         if source.shape != destination.shape:
-            raise InputError(
-                f"source and destination must have one shape, got {source.shape} and {destination.shape}."
-            )
+            raise InputError(f"source and destination must have one shape, got {source.shape} and {destination.shape}.")
         read, write = (_locate(block_table, p, self.layers[0].shape, valid) for p in (source, destination))
         return self._map(lambda layer: layer.at[write].set(layer[read], mode="drop"))
 
@@ -131,8 +136,9 @@ class PagedKVCache:
 
         Without ok, a refused fork onto a slot that already holds length tokens would overwrite its last page.
         """
-        src, dst, length = (as_index(f"PagedKVCache.fork: {name}", x) for name, x in
-                            (("src", src), ("dst", dst), ("length", length)))
+        src, dst, length = (
+            as_index(f"PagedKVCache.fork: {name}", x) for name, x in (("src", src), ("dst", dst), ("length", length))
+        )
         last, partial_page = length // pool.page_size, length % pool.page_size > 0
         pages = pool.block_table.at[jnp.stack([src, dst]), last].get(mode="clip")
         ours = jnp.where(ok & partial_page & (pool.kv_lens[dst] == length), pages, 0)

@@ -38,9 +38,7 @@ class PagePool:
     page_size: int = field(default=PAGE_SIZE, metadata={"static": True})
 
     @classmethod
-    def create(
-        cls, num_pages: int, max_seqs: int, max_pages_per_seq: int, page_size: int = PAGE_SIZE
-    ) -> "PagePool":
+    def create(cls, num_pages: int, max_seqs: int, max_pages_per_seq: int, page_size: int = PAGE_SIZE) -> "PagePool":
         """A pool of empty slots. `num_pages` counts the reserved page 0, so num_pages − 1 can be owned.
 
         Raises ValueError for sizes below 1, or below 2 pages.
@@ -140,8 +138,9 @@ class PagePool:
         copies. Returns the pool and ok. Refused, with nothing changed, if no page is free for that, if dst is not
         empty, if src holds fewer than length tokens, or if a slot does not exist.
         """
-        src, dst, length = (as_index(f"PagePool.fork: {name}", x) for name, x in
-                            (("src", src), ("dst", dst), ("length", length)))
+        src, dst, length = (
+            as_index(f"PagePool.fork: {name}", x) for name, x in (("src", src), ("dst", dst), ("length", length))
+        )
         num_slots, width = self.block_table.shape
         exist = (src >= 0) & (src < num_slots) & (dst >= 0) & (dst < num_slots) & (src != dst)
         src, dst = jnp.clip(src, 0, num_slots - 1), jnp.clip(dst, 0, num_slots - 1)
@@ -174,12 +173,15 @@ class PagePool:
         inside = np.arange(table.shape[1]) < held[:, None]
         counted = np.bincount(table[inside], minlength=owners.shape[0])
         counted[0] += 1
-        for fault, what in ((table[~inside] != 0, "entries past a length that are not 0"),
-                            (table[inside] == 0, "owned entries that point to the reserved page 0"),
-                            (counted != owners, "pages whose owners are not as counted")):
+        for fault, what in (
+            (table[~inside] != 0, "entries past a length that are not 0"),
+            (table[inside] == 0, "owned entries that point to the reserved page 0"),
+            (counted != owners, "pages whose owners are not as counted"),
+        ):
             if fault.any():
-                raise InputError(f"PagePool.check: {int(fault.sum())} {what}, the first at "
-                                 f"{int(np.flatnonzero(fault)[0])}.")
+                raise InputError(
+                    f"PagePool.check: {int(fault.sum())} {what}, the first at {int(np.flatnonzero(fault)[0])}."
+                )
         return True
 
     def _pages_for(self, lens: Int[Array, "*n"]) -> Int[Array, "*n"]:

@@ -38,12 +38,20 @@ class Model:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """--model, --dtype, --kv-format, --implementation, --json."""
     parser.add_argument("--model", metavar="DIR", help="DeepSeek checkpoint folder; default: the demo model")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
-                        help="of the weights; auto is float32 on a CPU and bfloat16 elsewhere")
-    parser.add_argument("--kv-format", default="bf16", metavar="FORMAT",
-                        help=f"of the cache: {', '.join(FORMATS)}; default bf16")
-    parser.add_argument("--implementation", metavar="NAME",
-                        help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="of the weights; auto is float32 on a CPU and bfloat16 elsewhere",
+    )
+    parser.add_argument(
+        "--kv-format", default="bf16", metavar="FORMAT", help=f"of the cache: {', '.join(FORMATS)}; default bf16"
+    )
+    parser.add_argument(
+        "--implementation",
+        metavar="NAME",
+        help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run",
+    )
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
 
 

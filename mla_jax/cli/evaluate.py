@@ -36,8 +36,12 @@ def run(args: argparse.Namespace) -> None:
     tokens = model.tokenizer.encode(data.decode("utf-8", errors="surrogateescape"))
     started = time.perf_counter()
     score = evaluate(
-        model.params, model.config, tokens, len(data) / max(len(tokens), 1),
-        kv_format=args.kv_format, implementation=args.implementation,
+        model.params,
+        model.config,
+        tokens,
+        len(data) / max(len(tokens), 1),
+        kv_format=args.kv_format,
+        implementation=args.implementation,
         progress=lambda batches: progress_bar(batches, unit="batch"),
     )
     report = {

@@ -31,20 +31,39 @@ def add_parser(commands: Any) -> None:
     """Declares the command."""
     parser = commands.add_parser("generate", help="continue one prompt, or a file of prompts together")
     parser.add_argument("prompt", nargs="*", help=f"one or more prompts; default: {DEFAULT_PROMPT!r}")
-    parser.add_argument("--prompt", dest="more_prompts", action="append", default=[], metavar="TEXT",
-                        help="a prompt; may be given several times")
+    parser.add_argument(
+        "--prompt",
+        dest="more_prompts",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a prompt; may be given several times",
+    )
     parser.add_argument("--prompts", "--prompt-file", metavar="FILE", help="a file with one prompt per line")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt; default 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K best; 0, the default: all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                        help="sample from the best tokens that together have probability P; default 1: all")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the best tokens that together have probability P; default 1: all",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop-bytes", default="", metavar="TEXT",
-                        help=r"end at any of these characters; \n, \t and \xHH are understood; default: none")
+    parser.add_argument(
+        "--stop-bytes",
+        default="",
+        metavar="TEXT",
+        help=r"end at any of these characters; \n, \t and \xHH are understood; default: none",
+    )
     pool = parser.add_mutually_exclusive_group()
-    pool.add_argument("--pages", type=int, metavar="N",
-                      help="pages of 64 tokens in the pool; default: what the prompts and new tokens need")
+    pool.add_argument(
+        "--pages",
+        type=int,
+        metavar="N",
+        help="pages of 64 tokens in the pool; default: what the prompts and new tokens need",
+    )
     pool.add_argument("--cache-bytes", metavar="N", help="size of the pool instead, such as 64MiB, all layers")
     add_model_options(parser)
     parser.set_defaults(run=run)
@@ -100,8 +119,9 @@ def _num_pages(args: argparse.Namespace, config: MLAConfig) -> int | None:
     page_bytes = PAGE_SIZE * config.num_layers * kv_format(args.kv_format).bytes_per_token(config.latent_dim)
     num_pages = parse_bytes(args.cache_bytes) // page_bytes
     if num_pages < 2:
-        raise InputError(f"--cache-bytes {args.cache_bytes} holds no page beside the reserved one; two take "
-                         f"{2 * page_bytes} bytes.")
+        raise InputError(
+            f"--cache-bytes {args.cache_bytes} holds no page beside the reserved one; two take {2 * page_bytes} bytes."
+        )
     return num_pages
 
 
@@ -151,12 +171,14 @@ def _report(prompts: list[str], model: Model, settings: Settings, result: Genera
     sequences = []
     for prompt, sequence in zip(prompts, result.sequences, strict=True):
         shown = [t for t in sequence.tokens if t not in settings.stop_tokens]
-        sequences.append({
-            "prompt": prompt,
-            "text": model.tokenizer.decode(shown),
-            "tokens": sequence.tokens,
-            "finish_reason": sequence.finish_reason,
-        })
+        sequences.append(
+            {
+                "prompt": prompt,
+                "text": model.tokenizer.decode(shown),
+                "tokens": sequence.tokens,
+                "finish_reason": sequence.finish_reason,
+            }
+        )
     return {
         "sequences": sequences,
         "steps": result.steps,
@@ -185,14 +207,19 @@ def _print(report: dict[str, Any], result: Generation) -> None:
             print(f"{sequence['prompt']}{sequence['text']}\n[{sequence['finish_reason']}]\n")
     pages, tokens = report["pages"], sum(len(s.tokens) for s in result.sequences)
     returned = pages["free_after"] - (pages["total"] - pages["used"])
-    print("\n\n" + table({
-        "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
-        "attention": f"{report['implementation']}, cache in {report['kv_format']}",
-        "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s",
-        "before that": f"{report['prefill_seconds']:.2f} s to compile and run prefill, "
-                       f"{report['compile_seconds']:.2f} s to compile the step",
-        "speed": f"{report['tokens_per_second']:.1f} tokens/s",
-        "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
-        "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",
-        "pages": f"{pages['used']} used of {pages['total']}, {returned} returned",
-    }))
+    print(
+        "\n\n"
+        + table(
+            {
+                "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
+                "attention": f"{report['implementation']}, cache in {report['kv_format']}",
+                "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s",
+                "before that": f"{report['prefill_seconds']:.2f} s to compile and run prefill, "
+                f"{report['compile_seconds']:.2f} s to compile the step",
+                "speed": f"{report['tokens_per_second']:.1f} tokens/s",
+                "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
+                "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",
+                "pages": f"{pages['used']} used of {pages['total']}, {returned} returned",
+            }
+        )
+    )

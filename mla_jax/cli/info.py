@@ -12,8 +12,18 @@ from mla_jax.attention.api import IMPLEMENTATIONS
 from mla_jax.cache.formats import FORMATS
 from mla_jax.cli.common import table
 
-PACKAGES = ("mla-jax", "jax", "jaxlib", "numpy", "safetensors", "jax-cuda13-plugin", "torch", "sgl-flash-mla",
-            "tokenizers", "transformers")
+PACKAGES = (
+    "mla-jax",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "safetensors",
+    "jax-cuda13-plugin",
+    "torch",
+    "sgl-flash-mla",
+    "tokenizers",
+    "transformers",
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -41,8 +51,10 @@ def run(args: argparse.Namespace) -> None:
     versions = {name: version or "not installed" for name, version in packages.items()}
     print("Versions\n" + table({"python": platform.python_version(), **versions}))
     print("\nDevices\n" + "\n".join(f"  {d.platform}: {d.device_kind}" for d in jax.devices()))
-    print("\nImplementations of mla_decode, fastest first\n" + table(
-        {name: "runs here" if reason is None else f"cannot run: {reason}" for name, reason in reasons.items()}))
+    print(
+        "\nImplementations of mla_decode, fastest first\n"
+        + table({name: "runs here" if reason is None else f"cannot run: {reason}" for name, reason in reasons.items()})
+    )
     print("\nCache formats\n  " + ", ".join(FORMATS))
 
 

@@ -104,7 +104,12 @@ def _score(
         start = context + i * DECODE_CHUNK
         fed = jax.lax.dynamic_slice_in_dim(windows, start, DECODE_CHUNK, axis=1)
         hidden, cache = decode(
-            params, config, fed, jnp.full_like(none, 0) + start + DECODE_CHUNK, block_table, state[1],
+            params,
+            config,
+            fed,
+            jnp.full_like(none, 0) + start + DECODE_CHUNK,
+            block_table,
+            state[1],
             implementation=implementation,
         )
         # Token j of the chunk predicts the one behind it; the window's last predicts nothing that is in it.

@@ -44,8 +44,13 @@ def decode_step(
     pool, ok = state.pool.extend(state.pool.kv_lens + running.astype(jnp.int32))
     live = running & ok
     hidden, cache = decode(
-        params, config, state.last_tokens[:, None], jnp.where(live, pool.kv_lens, 1),
-        jnp.where(live[:, None], pool.block_table, 0), state.cache, implementation=implementation,
+        params,
+        config,
+        state.last_tokens[:, None],
+        jnp.where(live, pool.kv_lens, 1),
+        jnp.where(live[:, None], pool.block_table, 0),
+        state.cache,
+        implementation=implementation,
     )
     keys = jax.vmap(jax.random.fold_in)(state.keys, pool.kv_lens)
     tokens = sample(lm_logits(params, hidden[:, 0]), keys, sampling)
@@ -54,7 +59,11 @@ def decode_step(
     status = jnp.where(live & (remaining == 0), Status.LENGTH, status)
     status = jnp.where(live & stops[tokens], Status.STOP, status).astype(jnp.int32)
     state = replace(
-        state, pool=pool, cache=cache, remaining=remaining, status=status,
+        state,
+        pool=pool,
+        cache=cache,
+        remaining=remaining,
+        status=status,
         last_tokens=jnp.where(live, tokens, state.last_tokens),
     )
     return state, Emitted(jnp.where(live, tokens, -1), status)

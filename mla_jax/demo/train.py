@@ -181,9 +181,7 @@ def train(settings: Settings, text: np.ndarray, validation: np.ndarray, fused: b
     def step(params: ModelParams, state: Any, index: jax.Array) -> tuple[ModelParams, Any, jax.Array]:
         key = jax.random.fold_in(jax.random.key(settings.seed), index)
         tokens = _crops(data, key, settings.batch, settings.length + len(DEPTH_WEIGHTS) + 1)
-        (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            params, config, tokens, settings, key, fused
-        )
+        (_, losses), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, config, tokens, settings, key, fused)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, losses
 
@@ -294,8 +292,12 @@ def main() -> None:
 
     def save(params: ModelParams, history: list[dict[str, Any]]) -> None:
         save_checkpoint(args.out, DEMO_CONFIG, params)
-        log = {"settings": settings._asdict(), "jax": jax.__version__, "device": jax.devices()[0].device_kind,
-               "bits_per_byte": history}
+        log = {
+            "settings": settings._asdict(),
+            "jax": jax.__version__,
+            "device": jax.devices()[0].device_kind,
+            "bits_per_byte": history,
+        }
         (Path(args.out) / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
 
     train(settings, train_text, validation, args.fused, save)

@@ -53,9 +53,16 @@ def attend_decode(
     ) -> tuple[jax.Array, PagedKVCache]:
         cache = cache.write(layer, block_table, positions, latents, valid)
         out, _ = mla_decode(
-            absorb_query(*query, p.w_uk), cache.layers[layer], block_table, kv_lens,
-            d_v=config.kv_lora_rank, sm_scale=config.sm_scale, kv_scale=cache.scale(layer),
-            tree_mask=tree_mask, schedule=schedule, implementation=implementation,
+            absorb_query(*query, p.w_uk),
+            cache.layers[layer],
+            block_table,
+            kv_lens,
+            d_v=config.kv_lora_rank,
+            sm_scale=config.sm_scale,
+            kv_scale=cache.scale(layer),
+            tree_mask=tree_mask,
+            schedule=schedule,
+            implementation=implementation,
         )
         return expand_output(out, p.w_uv), cache
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from mla_jax.config import MLAConfig, read_json_object
+from mla_jax.config import MLAConfig
 from mla_jax.errors import InputError
+from mla_jax.hf_config import read_json_object
 from mla_jax.model.checkpoint import build_params, in_float32, named_tensors, tensor_shapes
 from mla_jax.model.params import ModelParams
 from mla_jax.model.tensor_file import StoredTensor, aligned_empty, read_header
@@ -60,9 +61,7 @@ def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAC
     return config, build_params(config, reader.get, reader.get_experts)
 
 
-def save_checkpoint(
-    folder: str | Path, config: MLAConfig, params: ModelParams, dtype: Any = jnp.bfloat16
-) -> None:
+def save_checkpoint(folder: str | Path, config: MLAConfig, params: ModelParams, dtype: Any = jnp.bfloat16) -> None:
     """Writes a folder that `load_checkpoint` and Hugging Face transformers read. Routers are stored in float32."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,8 +159,13 @@ def _with_stored_mtp(config: MLAConfig, stored: dict[str, StoredTensor], folder:
     while f"model.layers.{config.num_layers + found}.eh_proj.weight" in stored:
         found += 1
     if found != config.num_mtp_layers:
-        log.warning("%s holds %s multi-token-prediction modules, its config.json says %d%s.", folder, found or "no",
-                    config.num_mtp_layers, "" if found else "; drafting with it is not possible")
+        log.warning(
+            "%s holds %s multi-token-prediction modules, its config.json says %d%s.",
+            folder,
+            found or "no",
+            config.num_mtp_layers,
+            "" if found else "; drafting with it is not possible",
+        )
     return replace(config, num_mtp_layers=found)
 
 
@@ -172,8 +176,9 @@ def _check_complete(
     shapes = tensor_shapes(config)
     for name in [name for name in shapes if name in stored and stored[name].is_fp8]:
         if len(shapes[name]) != len(block_size):
-            raise NotImplementedError(f"{stored[name].path}: tensor {name} is stored as FP8, which is implemented for "
-                                      f"matrices only.")
+            raise NotImplementedError(
+                f"{stored[name].path}: tensor {name} is stored as FP8, which is implemented for matrices only."
+            )
         blocks = zip(shapes[name], block_size, strict=True)
         shapes[name + SCALE_SUFFIX] = tuple(-(-size // block) for size, block in blocks)
     if missing := [name for name in shapes if name not in stored]:
@@ -181,10 +186,10 @@ def _check_complete(
         raise InputError(f"{folder} lacks the tensor {missing[0]}{more}, which its config.json calls for.")
     for name, shape in shapes.items():
         if stored[name].shape != shape:
-            raise InputError(f"{stored[name].path}: tensor {name} has shape {stored[name].shape}, config.json calls "
-                             f"for {shape}.")
+            raise InputError(
+                f"{stored[name].path}: tensor {name} has shape {stored[name].shape}, config.json calls for {shape}."
+            )
     tied = ["lm_head.weight"] if config.tie_word_embeddings else []
     for name in stored:
         if name not in shapes and name not in tied and not IGNORED.fullmatch(name):
-            raise InputError(f"{stored[name].path}: tensor {name} is not part of the model that config.json "
-                             f"describes.")
+            raise InputError(f"{stored[name].path}: tensor {name} is not part of the model that config.json describes.")

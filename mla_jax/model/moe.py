@@ -28,9 +28,7 @@ def moe(p: MoEParams, config: MoEConfig, x: Float[Array, "B S E"]) -> Float[Arra
     return out if p.shared is None else out + mlp(p.shared, x)
 
 
-def route(
-    p: RouterParams, config: MoEConfig, x: Float[Array, "N E"]
-) -> tuple[Float[Array, "N C"], Int[Array, "N C"]]:
+def route(p: RouterParams, config: MoEConfig, x: Float[Array, "N E"]) -> tuple[Float[Array, "N C"], Int[Array, "N C"]]:
     """The experts_per_token experts of each token and their weights, in float32.
 
     softmax (V2): scores = softmax(logits), a group counts as its best expert, weights are scores · scaling.
@@ -78,9 +76,7 @@ def _grouped(
     return jax.lax.ragged_dot_general(rows, matrices, group_sizes, _EXPERTS_IN_THE_MIDDLE, precision=HIGHEST)
 
 
-def _keep_best_groups(
-    config: MoEConfig, scores: Float[Array, "N X"], best_of_group: int
-) -> Float[Array, "N X"]:
+def _keep_best_groups(config: MoEConfig, scores: Float[Array, "N X"], best_of_group: int) -> Float[Array, "N X"]:
     """Scores, −inf for the experts of groups that a token does not pick."""
     if config.groups_per_token == config.num_groups:
         return scores

@@ -15,9 +15,7 @@ def rope_angles(config: MLAConfig, positions: Int[Array, "*n"]) -> Float[Array, 
     return jnp.einsum("...,h->...h", positions.astype(jnp.float32), frequencies, precision="highest")
 
 
-def apply_rope(
-    config: MLAConfig, x: Float[Array, "*n R"], angles: Float[Array, "*m half"]
-) -> Float[Array, "*n R"]:
+def apply_rope(config: MLAConfig, x: Float[Array, "*n R"], angles: Float[Array, "*m half"]) -> Float[Array, "*n R"]:
     """Rotates pairs of x by the angles, and scales them by YaRN's amplitude.
 
     DeepSeek's weights produce pairs side by side: (x0, x1), (x2, x3), … The result is laid out as Hugging Face

@@ -38,12 +38,16 @@ class StoredTensor:
     def read(self) -> np.ndarray:
         """The tensor as stored, in fresh memory. NotImplementedError for a dtype not in DTYPES."""
         if self.dtype_name not in DTYPES:
-            raise NotImplementedError(f"{self.path}: tensor {self.name} is stored as {self.dtype_name}, which is "
-                                      f"not implemented; only {', '.join(DTYPES)} are.")
+            raise NotImplementedError(
+                f"{self.path}: tensor {self.name} is stored as {self.dtype_name}, which is "
+                f"not implemented; only {', '.join(DTYPES)} are."
+            )
         dtype = np.dtype(DTYPES[self.dtype_name])
         if int(np.prod(self.shape)) * dtype.itemsize != self.num_bytes:
-            raise InputError(f"{self.path}: tensor {self.name} of shape {self.shape} cannot lie in "
-                             f"{self.num_bytes} bytes of {self.dtype_name}; copy or download the file again.")
+            raise InputError(
+                f"{self.path}: tensor {self.name} of shape {self.shape} cannot lie in "
+                f"{self.num_bytes} bytes of {self.dtype_name}; copy or download the file again."
+            )
         tensor = aligned_empty(self.shape, dtype)
         try:
             with self.path.open("rb", buffering=0) as file:
@@ -71,8 +75,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is not a whole safetensors file ({e}); copy or download it again.") from None
     for tensor in tensors:
         if not start <= tensor.offset <= tensor.offset + tensor.num_bytes <= size:
-            raise InputError(f"{path} is cut off: tensor {tensor.name} ends at byte "
-                             f"{tensor.offset + tensor.num_bytes}, the file has {size}; copy or download it again.")
+            raise InputError(
+                f"{path} is cut off: tensor {tensor.name} ends at byte "
+                f"{tensor.offset + tensor.num_bytes}, the file has {size}; copy or download it again."
+            )
     return {tensor.name: tensor for tensor in tensors}
 
 

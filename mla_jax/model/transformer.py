@@ -147,9 +147,7 @@ def _layer(
     return x + _feed_forward(p.mlp, config, rms_norm(x, p.post_attention_layernorm, config.rms_norm_eps)), cache
 
 
-def _feed_forward(
-    p: MLPParams | MoEParams, config: MLAConfig, x: Float[Array, "B S E"]
-) -> Float[Array, "B S E"]:
+def _feed_forward(p: MLPParams | MoEParams, config: MLAConfig, x: Float[Array, "B S E"]) -> Float[Array, "B S E"]:
     if isinstance(p, MLPParams):
         return mlp(p, x)
     assert config.moe is not None  # no weights of experts without it

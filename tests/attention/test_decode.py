@@ -294,6 +294,7 @@ def test_xla_reads_no_page_that_nobody_owns(monkeypatch):
         return take(array, indices, **options)
 
     monkeypatch.setattr(jnp, "take", recording_take)
+
     def python_loop(start, end, step, state):
         for chunk in range(start, int(end)):
             state = step(jnp.int32(chunk), state)
@@ -346,4 +347,3 @@ def test_implementations_that_cannot_run_here_say_why(implementation):
     for name in names:
         reason = str(error.value).split(f"{name}: ")[1].split(";")[0]
         assert len(reason.split()) >= 4, f"no reason for {name} in: {error.value}"
-

@@ -28,7 +28,9 @@ def test_equals_the_cuda_kernel(implementation):
     q_scale, kv_scale = float(row["descale_q"]), float(row["descale_k"])
     options = {"sm_scale": float(row["scale"]), "causal": bool(row["causal"]), "implementation": implementation}
     arrays = (row["bt"], row["lens"])
-    out, lse = mla_decode(jnp.asarray(q), jnp.asarray(kv[:, :, 0]), *arrays, q_scale=q_scale, kv_scale=kv_scale, **options)
+    out, lse = mla_decode(
+        jnp.asarray(q), jnp.asarray(kv[:, :, 0]), *arrays, q_scale=q_scale, kv_scale=kv_scale, **options
+    )
     wide = (jnp.asarray(x.astype(np.float32) * scale) for x, scale in ((q, q_scale), (kv[:, :, 0], kv_scale)))
     exact, exact_lse = mla_decode(*wide, *arrays, **options)
     want = row["out"].view(ml_dtypes.bfloat16)

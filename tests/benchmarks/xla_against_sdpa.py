@@ -36,10 +36,14 @@ def main() -> None:
             call()
             times[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
-    print(f"b {BATCH}, h {HEADS}, context {CONTEXT}, float32, {torch.get_num_threads()} threads; "
-          f"jax {jax.__version__}, torch {torch.__version__}; largest difference {difference:.1e}")
+    print(
+        f"b {BATCH}, h {HEADS}, context {CONTEXT}, float32, {torch.get_num_threads()} threads; "
+        f"jax {jax.__version__}, torch {torch.__version__}; largest difference {difference:.1e}"
+    )
     for name, values in times.items():
-        print(f"  {name:<12} {medians[name]:7.1f} ms  (fastest {min(values) * 1e3:.1f}, slowest {max(values) * 1e3:.1f})")
+        print(
+            f"  {name:<12} {medians[name]:7.1f} ms  (fastest {min(values) * 1e3:.1f}, slowest {max(values) * 1e3:.1f})"
+        )
     print(f"  ratio        {medians['torch SDPA'] / medians['mla_jax xla']:7.2f}")
 
 

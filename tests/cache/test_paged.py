@@ -161,8 +161,13 @@ def test_a_sequence_cut_inside_a_shared_page_keeps_its_rows_when_it_grows(name):
     after, ok = pool.extend(int32(128, 72, 91))
     cache = cache.copy_on_write(pool, after)
     new = jnp.full((3, 2, D), 9.0)
-    cache = cache.write(0, after.block_table, int32([0, 0], [70, 71], [90, 0]), new,
-                        jnp.array([[False, False], [True, True], [True, False]]))
+    cache = cache.write(
+        0,
+        after.block_table,
+        int32([0, 0], [70, 71], [90, 0]),
+        new,
+        jnp.array([[False, False], [True, True], [True, False]]),
+    )
     read = cache.gather(0, after.block_table, positions)
     expected = latents.astype(cache.format.dtype).astype(jnp.float32)
     np.testing.assert_array_equal(read[0], expected[0])
@@ -284,9 +289,11 @@ def test_fp8_pages_hold_what_the_codec_makes(name, row, dtype):
 
 
 def test_a_format_refuses_what_it_cannot_hold():
-    for call, named in ((lambda: PagedKVCache.create(1, 4, 500, "fp8_ds_mla"), "512 . 64 values, got 500"),
-                        (lambda: PagedKVCache.create(2, 4, 576, "bf16", scales=jnp.ones(2)), "scales must"),
-                        (lambda: PagedKVCache.create(2, 4, 576, "fp8", scales=jnp.ones(3)), "scales must")):
+    for call, named in (
+        (lambda: PagedKVCache.create(1, 4, 500, "fp8_ds_mla"), "512 . 64 values, got 500"),
+        (lambda: PagedKVCache.create(2, 4, 576, "bf16", scales=jnp.ones(2)), "scales must"),
+        (lambda: PagedKVCache.create(2, 4, 576, "fp8", scales=jnp.ones(3)), "scales must"),
+    ):
         with pytest.raises(ValueError, match=named) as error:
             call()
         assert_one_sentence(str(error.value))

@@ -150,9 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Seven draft rows per sequence, of which any subset is kept, as after the verification of a tree."""
         before = self.extend_to([n + DRAFT for n in self.model.lens])
         grown = [n > b for n, b in zip(self.model.lens, before, strict=True)]
-        accepted = [
-            [i for i, kept in enumerate(draft) if kept and g] for draft, g in zip(drafts, grown, strict=True)
-        ]
+        accepted = [[i for i, kept in enumerate(draft) if kept and g] for draft, g in zip(drafts, grown, strict=True)]
         source, destination, valid = (np.zeros((SLOTS, DRAFT), np.int32) for _ in range(3))
         for slot, offsets in enumerate(accepted):
             for i, offset in enumerate(offsets):

@@ -135,6 +135,7 @@ def test_the_program_itself() -> None:
     start = [sys.executable, "-m", "mla_jax"]
     good = subprocess.run([*start, "info", "--json"], capture_output=True, text=True, env=environment, timeout=120)
     assert good.returncode == 0 and json.loads(good.stdout.splitlines()[-1])["devices"]
-    bad = subprocess.run([*start, "generate", "--model", "/nowhere"], capture_output=True, text=True,
-                         env=environment, timeout=120)
+    bad = subprocess.run(
+        [*start, "generate", "--model", "/nowhere"], capture_output=True, text=True, env=environment, timeout=120
+    )
     assert bad.returncode == 2 and bad.stdout == "" and len(bad.stderr.strip().splitlines()) == 1

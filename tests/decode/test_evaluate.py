@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tiny import TINY, tiny_params
 
 from mla_jax.decode.evaluate import SCORED, WINDOW, evaluate
 from mla_jax.model.transformer import forward, lm_logits
+from tests.tiny import TINY, tiny_params
 
 PARAMS = tiny_params()
 TEXT = np.random.default_rng(3).integers(0, TINY.vocab_size, 5 * SCORED + 100).tolist()

@@ -2,7 +2,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tiny import TINY, prompts, tiny_params
 
 from mla_jax.decode import generate as generate_module
 from mla_jax.decode.generate import Generation, Settings, generate
@@ -10,6 +9,7 @@ from mla_jax.decode.sampling import Sampling
 from mla_jax.decode.state import Status, empty_state
 from mla_jax.decode.step import decode_step
 from mla_jax.model.transformer import forward, lm_logits
+from tests.tiny import TINY, prompts, tiny_params
 
 PARAMS = tiny_params()
 LENGTHS = (1, 2, 63, 64, 65, 128, 129, 300)  # page and prefill-chunk borders
@@ -99,8 +99,9 @@ def test_a_full_pool_ends_sequences_and_loses_nothing(plain: Generation) -> None
 
 def test_tokens_arrive_in_order_through_the_callback() -> None:
     seen: list[list[int]] = [[], []]
-    result = generate(PARAMS, TINY, prompts((5, 9)), Settings(max_new_tokens=6, kv_format="fp32"),
-                      lambda i, new: seen[i].extend(new))
+    result = generate(
+        PARAMS, TINY, prompts((5, 9)), Settings(max_new_tokens=6, kv_format="fp32"), lambda i, new: seen[i].extend(new)
+    )
     assert seen == tokens(result)
 
 

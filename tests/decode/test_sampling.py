@@ -41,8 +41,9 @@ def test_frequencies_follow_the_tempered_distribution(temperature: float) -> Non
     assert chi2 < 23.5  # χ², 4 degrees of freedom, p = 1e-4
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0},
-                                 {"top_p": 1.01}])
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.01}]
+)
 def test_values_out_of_range_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         Sampling.create(**bad)

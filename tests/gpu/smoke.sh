@@ -10,7 +10,7 @@ for case in "$@"; do
     extra=""
     case $case in *b128_h128_s1_4k~ | *b128_h16_s1_4k~) extra=" --config held0:held_back=0 --config tiles7:register_tiles=7" ;; esac
     echo "$case --rounds 5 --lock $lock$extra"
-done | xargs -P 7 -L 1 timeout 140 python3 -m mla_jax.bench.mosaic_gpu >>"$OUT/rows.txt" 2>>"$OUT/errors.txt"
+done | xargs -P 7 -L 1 timeout 140 python3 tests/gpu/against_flash_mla.py >>"$OUT/rows.txt" 2>>"$OUT/errors.txt"
 wait
 tail -30 "$OUT/tests.txt" | cut -c1-300
 grep -v -i warn "$OUT/errors.txt" | tail -15 | cut -c1-300

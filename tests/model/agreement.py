@@ -34,9 +34,7 @@ def compare(
     prompts: tokens of each request; all but the last SINGLES + CHUNK are prefilled, width at a time.
     """
     worst, tail = [], SINGLES + CHUNK
-    references = [
-        hf_oracle.run(model, prompt, (len(prompt) - tail, *[1] * SINGLES, CHUNK)) for prompt in prompts
-    ]
+    references = [hf_oracle.run(model, prompt, (len(prompt) - tail, *[1] * SINGLES, CHUNK)) for prompt in prompts]
 
     padded = np.zeros((len(prompts), max(map(len, prompts))), np.int32)
     for row, prompt in zip(padded, prompts, strict=True):

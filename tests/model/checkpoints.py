@@ -13,8 +13,17 @@ from mla_jax.config import MoEConfig
 from mla_jax.model.checkpoint import tensor_shapes
 
 SMALL = MLAConfig(
-    vocab_size=40, hidden_size=24, intermediate_size=32, num_layers=2, num_heads=2, kv_lora_rank=16,
-    qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, q_lora_rank=8, num_mtp_layers=1,
+    vocab_size=40,
+    hidden_size=24,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    q_lora_rank=8,
+    num_mtp_layers=1,
     moe=MoEConfig(4, 2, 10, 1, num_groups=2, groups_per_token=1, first_dense=1),
 )
 
@@ -25,9 +34,7 @@ def write(
     """A single-file checkpoint; returns its tensors. entries go to config.json."""
     folder.mkdir(exist_ok=True)
     generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in tensor_shapes(config).items()
-    }
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in tensor_shapes(config).items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config.to_hf(), **entries}))
     return tensors
@@ -65,6 +72,10 @@ def quantize(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor
 def dequantize_by_hand(quantized: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> np.ndarray:
     """Number by number."""
     values, factors = quantized.float().numpy(), scales.numpy()
-    return np.array([
-        [value * factors[o // block[0], i // block[1]] for i, value in enumerate(row)] for o, row in enumerate(values)
-    ], np.float32)
+    return np.array(
+        [
+            [value * factors[o // block[0], i // block[1]] for i, value in enumerate(row)]
+            for o, row in enumerate(values)
+        ],
+        np.float32,
+    )

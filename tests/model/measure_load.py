@@ -1,7 +1,7 @@
 """Run as a program: makes or loads a checkpoint of random bf16 weights with experts, and prints its memory as JSON.
 
-    python measure_load.py make DIR MEGABYTES
-    python measure_load.py load DIR DTYPE
+python measure_load.py make DIR MEGABYTES
+python measure_load.py load DIR DTYPE
 """
 
 import dataclasses
@@ -18,8 +18,16 @@ from mla_jax.config import MoEConfig
 from mla_jax.model.checkpoint import tensor_shapes
 
 SHAPE = MLAConfig(
-    vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_layers=1, num_heads=16, kv_lora_rank=512,
-    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, moe=MoEConfig(16, 4, 704, 1, first_dense=1),
+    vocab_size=8192,
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=1,
+    num_heads=16,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    moe=MoEConfig(16, 4, 704, 1, first_dense=1),
 )
 
 

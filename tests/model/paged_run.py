@@ -37,7 +37,12 @@ class PagedRun:
             row[: len(piece)] = piece
         before = self._grow(counts)
         hidden, self.cache = JITTED.prefill(
-            self.params, self.config, jnp.asarray(tokens), jnp.asarray(counts), before, self.pool.block_table,
+            self.params,
+            self.config,
+            jnp.asarray(tokens),
+            jnp.asarray(counts),
+            before,
+            self.pool.block_table,
             self.cache,
         )
         return [np.asarray(row[:count]) for row, count in zip(hidden, counts, strict=True)]
@@ -55,10 +60,12 @@ class PagedRun:
         """[layers, tokens, D] as they lie in the request's pages."""
         length = int(self.lens[request])
         pages = np.asarray(self.pool.block_table)[request]
-        return np.stack([
-            np.asarray(layer)[pages].reshape(-1, layer.shape[-1])[:length]
-            for layer in self.cache.layers[: self.config.num_layers]
-        ])
+        return np.stack(
+            [
+                np.asarray(layer)[pages].reshape(-1, layer.shape[-1])[:length]
+                for layer in self.cache.layers[: self.config.num_layers]
+            ]
+        )
 
     def _grow(self, counts: np.ndarray) -> jax.Array:
         before = self.pool.kv_lens
@@ -81,7 +88,9 @@ def decode_logits(params, config, tokens, kv_lens, block_table, cache):
     return lm_logits(params, hidden), cache
 
 
-JITTED = SimpleNamespace(**{
-    name: jax.jit(function, static_argnums=1, compiler_options=QUICK)
-    for name, function in (("forward", logits_of), ("prefill", prefill_logits), ("decode", decode_logits))
-})
+JITTED = SimpleNamespace(
+    **{
+        name: jax.jit(function, static_argnums=1, compiler_options=QUICK)
+        for name, function in (("forward", logits_of), ("prefill", prefill_logits), ("decode", decode_logits))
+    }
+)

@@ -15,7 +15,10 @@ RAGGED = (10, 12, 75, 31, 139)  # tokens; with 9 decoded: prompts of 1, 3, 66, 2
 
 FAMILIES = [
     Tiny(version, yarn, q_lora, moe, tied=yarn and q_lora)
-    for version in (2, 3) for yarn in (False, True) for q_lora in (False, True) for moe in (False, True)
+    for version in (2, 3)
+    for yarn in (False, True)
+    for q_lora in (False, True)
+    for moe in (False, True)
 ]
 
 

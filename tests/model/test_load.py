@@ -132,11 +132,14 @@ def test_mtp_module_that_the_config_does_not_mention_is_loaded(folder, caplog):
 
 
 def test_copies_and_buffers_that_deepseek_stores_are_passed_over(folder):
-    checkpoints.change(folder, {
-        "model.layers.2.embed_tokens.weight": torch.ones(40, 24),
-        "model.layers.2.shared_head.head.weight": torch.ones(40, 24),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
-    })
+    checkpoints.change(
+        folder,
+        {
+            "model.layers.2.embed_tokens.weight": torch.ones(40, 24),
+            "model.layers.2.shared_head.head.weight": torch.ones(40, 24),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
+        },
+    )
     config, params = load_checkpoint(folder, jnp.float32)
     assert config == SMALL and float(params.embed.max()) != 1
 
@@ -172,9 +175,12 @@ def damaged(folder, kind: str) -> None:
     elif kind == "no config":
         config.unlink()
     elif kind in ("model type", "rope type", "quantization", "block size"):
-        changes = {"model type": {"model_type": "mixtral"}, "rope type": {"rope_scaling": {"type": "ntk"}},
-                   "quantization": {"quantization_config": {"quant_method": "awq"}},
-                   "block size": {"quantization_config": {"weight_block_size": [128]}}}
+        changes = {
+            "model type": {"model_type": "mixtral"},
+            "rope type": {"rope_scaling": {"type": "ntk"}},
+            "quantization": {"quantization_config": {"quant_method": "awq"}},
+            "block size": {"quantization_config": {"weight_block_size": [128]}},
+        }
         config.write_text(json.dumps({**json.loads(config.read_text()), **changes[kind]}))
     else:
         files, index = checkpoints.shard(folder, 3), folder / "model.safetensors.index.json"

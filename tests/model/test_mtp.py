@@ -43,10 +43,13 @@ def rotate(x: np.ndarray, theta: float) -> np.ndarray:
 
 def oracle(config: MLAConfig, w: dict[str, np.ndarray], hidden: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Logits [S, vocab] from the states h[i] and the tokens i + 1, from the checkpoint's tensors by name."""
-    layer = SimpleNamespace(**{
-        name.split("layers.4.")[1].replace(".weight", "").replace(".", "_"): tensor
-        for name, tensor in w.items() if "layers.4." in name
-    })
+    layer = SimpleNamespace(
+        **{
+            name.split("layers.4.")[1].replace(".weight", "").replace(".", "_"): tensor
+            for name, tensor in w.items()
+            if "layers.4." in name
+        }
+    )
     embedded = rms_norm(w["model.embed_tokens.weight"][tokens], layer.enorm)
     x = np.concatenate([embedded, rms_norm(hidden, layer.hnorm)], -1) @ layer.eh_proj.T
 
@@ -83,8 +86,15 @@ def module_logits(config: MLAConfig, params: ModelParams, hidden: np.ndarray, to
     """Ours, for one sequence without a cache: states h[i] and tokens i + 1."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     out, _ = mtp_forward(
-        params.mtp[0], params, config, config.num_layers, jnp.asarray(hidden[None]), jnp.asarray(tokens[None]),
-        positions, None, attend_self(config),
+        params.mtp[0],
+        params,
+        config,
+        config.num_layers,
+        jnp.asarray(hidden[None]),
+        jnp.asarray(tokens[None]),
+        positions,
+        None,
+        attend_self(config),
     )
     return np.asarray(lm_logits(params, out))[0]
 
@@ -188,7 +198,14 @@ def draft_logits(params: ModelParams, config: MLAConfig, tokens: jax.Array) -> j
     hidden = forward(params, config, tokens)
     positions = jnp.arange(tokens.shape[1] - 1, dtype=jnp.int32)[None]
     out, _ = mtp_forward(
-        params.mtp[0], params, config, config.num_layers, hidden[:, :-1], tokens[:, 1:], positions, None,
+        params.mtp[0],
+        params,
+        config,
+        config.num_layers,
+        hidden[:, :-1],
+        tokens[:, 1:],
+        positions,
+        None,
         attend_self(config),
     )
     return lm_logits(params, out)[0]

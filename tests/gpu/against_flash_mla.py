@@ -1,4 +1,4 @@
-"""The Hopper decode kernel against FlashMLA: `python -m mla_jax.bench.mosaic_gpu --json FILE [case ...]`.
+"""The Hopper decode kernel against FlashMLA: `python tests/gpu/against_flash_mla.py --json FILE [case ...]`.
 
 Both run inside CUDA graphs of several calls, ours captured by XLA and theirs by torch, interleaved in one
 process. A time is the slope between starting a graph a few and many times; it includes all that a call needs
@@ -57,11 +57,11 @@ class Case:
     def parse(cls, name: str) -> "Case":
         """`{bf16|fp16}_b{B}_h{H}_s{S}_{K}k[~]`; with ~ lengths are normal, sigma = mean / 2."""
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[name[:4]]
-        heads, tokens = (int(re.search(rf"_{k}(\d+)", name).group(1)) for k in "hs")  # type: ignore[union-attr]
+        heads, tokens = (int(re.search(rf"_{k}(\d+)", name).group(1)) for k in "hs")
         if "imbalanced" in name:
             return cls(name, dtype, heads, tokens, IMBALANCED)
-        batch = int(re.search(r"_b(\d+)", name).group(1))  # type: ignore[union-attr]
-        thousands = int(re.search(r"_(\d+)k", name).group(1))  # type: ignore[union-attr]
+        batch = int(re.search(r"_b(\d+)", name).group(1))
+        thousands = int(re.search(r"_(\d+)k", name).group(1))
         mean = 131_072 if thousands == 131 else thousands * 1024
         lens = np.full(batch, mean)
         if name.endswith("~"):
@@ -113,8 +113,8 @@ def ours(case: Case, config: KernelConfig, arrays: Any) -> Callable[[], Any]:
 
 def peers(case: Case, arrays: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
     """A function that starts a torch CUDA graph of one FlashMLA decode per query; one that waits for it."""
-    import flash_mla  # type: ignore[import-not-found]  # noqa: F401
-    import torch  # type: ignore[import-not-found]
+    import flash_mla  # noqa: F401
+    import torch
 
     queries, cache, table, lens = arrays
     op = torch.ops.flash_mla_legacy.dense_decode_fwd
@@ -249,7 +249,7 @@ def main() -> None:
         print(json.dumps(rows[-1]), others, errors, flush=True)
     device = jax.devices()[0]
     result = {
-        "command": " ".join(["python -m mla_jax.bench.mosaic_gpu", *sys.argv[1:]]),
+        "command": " ".join(["python tests/gpu/against_flash_mla.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device.device_kind,
         "versions": {n: _version(n) for n in ("jax", "jaxlib", "torch", "sgl-flash-mla")},
