@@ -42,7 +42,7 @@ def test_equals_the_cuda_kernel(implementation):
 
 
 def quantized(problem: Problem, kv_format: str, scale: float | None):
-    """The problem's arrays with its cache in an FP8 format, bytes that nobody owns 0xFF, and the cache it stands for."""
+    """The problem's arrays with its cache in an FP8 format, 0xFF where nobody owns a byte, and with what it means."""
     arrays = problem.arrays()
     owned = ~np.isnan(np.asarray(arrays["kv_cache"])).all(axis=-1)
     rows = np.array(quantize_kv(arrays["kv_cache"], kv_format, scale))
