@@ -17,6 +17,7 @@ help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/.runtime ## Watch a small MLA model write text
+	@echo "Loading the demo model and compiling: about 15 seconds"
 	@$(PYTHON) -m mla_jax generate --max-new-tokens 320 --temperature 0.6 --seed 3 $$'**HAMLET**  \nWhat is a king'
 
 test: $(VENV)/.test ## Run the tests; ARGS="-k name" goes to pytest
@@ -36,11 +37,13 @@ bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU
 clean: ## Remove .venv
 	rm -rf $(VENV)
 
-$(PYTHON):
+# A stamp, not bin/python: that exists in a half-made environment too.
+$(VENV)/.python:
 	@python=$$(sh scripts/find-python) && echo "Setting up $(VENV) with $$python" && "$$python" -m venv --clear $(VENV)
 	@$(PIP) --upgrade 'pip>=25.1'
+	@touch $@
 
-$(VENV)/.runtime: pyproject.toml | $(PYTHON)
+$(VENV)/.runtime: pyproject.toml | $(VENV)/.python
 	@echo "Installing mla_jax and what it needs to run into $(VENV)"
 	@$(PIP) --editable . $(JAX)
 	@touch $@

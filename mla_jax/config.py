@@ -15,6 +15,9 @@ all second ones in the cache; `halves`: so in both; `pairs` (V2): side by side i
 Scoring = Literal["softmax", "sigmoid"]
 
 
+MAX_LAYERS = 10_000  # far beyond any model; a larger number is a broken file
+
+
 @dataclass(frozen=True)
 class YarnConfig:
     """YaRN: RoPE stretched to a context `factor` times longer (arXiv 2309.00071), DeepSeek's two mscales.
@@ -138,6 +141,8 @@ class MLAConfig:
         for name, value in vars(self).items():
             if name.endswith(sizes) and (value is not None or name != "q_lora_rank"):
                 check_integer(f"MLAConfig.{name}", value, 0 if name == "num_mtp_layers" else 1)
+        if self.num_layers > MAX_LAYERS:
+            raise InputError(f"MLAConfig.num_layers must be at most {MAX_LAYERS}, got {self.num_layers}.")
         if self.qk_rope_head_dim % 2:
             raise InputError(
                 f"MLAConfig.qk_rope_head_dim must be even (RoPE rotates pairs), got {self.qk_rope_head_dim}."

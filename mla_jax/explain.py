@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +13,7 @@ from mla_jax.schedule import PAGE_SIZE, REQUEST_OVERHEAD, tile_schedule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR_WIDTH = 64  # characters
-LABELLED_PARTS = 40  # of the picture; with more the labels would cover each other
+MAX_PARTS = 65_536  # far beyond any GPU; a larger number is a slip
 SHOWN_PARTS = 40  # lines of the text chart, unless all are asked for
 
 
@@ -120,7 +121,7 @@ class Explanation:
         )
 
 
-def explain(kv_lens: Sequence[int], num_parts: int) -> Explanation:
+def explain(kv_lens: Sequence[int] | np.ndarray | jax.Array, num_parts: int) -> Explanation:
     """Who computes what when `tile_schedule` divides these requests over num_parts parts.
 
     Args:
@@ -130,14 +131,21 @@ def explain(kv_lens: Sequence[int], num_parts: int) -> Explanation:
     Raises:
         ValueError: no request, a negative length, or no part.
     """
-    if not kv_lens or min(kv_lens) < 0 or max(kv_lens) >= 2**31:
-        raise InputError(f"kv_lens must be one or more lengths from 0 to 2³¹ − 1, got {list(kv_lens)[:8]}.")
-    schedule = tile_schedule(jnp.asarray(kv_lens, jnp.int32), num_parts)
+    lengths = np.asarray(kv_lens)
+    whole = lengths.ndim == 1 and lengths.size > 0 and np.issubdtype(lengths.dtype, np.integer)
+    if not whole or lengths.min() < 0 or lengths.max() >= 2**31:
+        raise InputError(f"kv_lens must be one or more lengths from 0 to 2³¹ − 1, got {lengths.tolist()!r:.80}.")
+    if not 1 <= num_parts <= MAX_PARTS:
+        raise InputError(f"num_parts must be from 1 to {MAX_PARTS}, got {num_parts}.")
+    lens: list[int] = lengths.tolist()
+    blocks = [-(-n // PAGE_SIZE) for n in lens]
+    if sum(blocks) + REQUEST_OVERHEAD * len(lens) >= 2**31:
+        raise InputError("kv_lens: all blocks together, 5 more per request, must be fewer than 2³¹.")
+    schedule = tile_schedule(jnp.asarray(lens, jnp.int32), num_parts)
     rows, first_split = np.asarray(schedule.metadata), np.asarray(schedule.num_splits)
-    blocks = [-(-n // PAGE_SIZE) for n in kv_lens]
     pieces = []
     for part, (begin, end, begin_block, end_block, begin_split, *_) in enumerate(rows.tolist()):
-        if begin == len(kv_lens):
+        if begin == len(lens):
             continue
         for request in range(begin, end + 1):
             pieces.append(
@@ -150,21 +158,21 @@ def explain(kv_lens: Sequence[int], num_parts: int) -> Explanation:
                     num_splits=int(first_split[request + 1] - first_split[request]),
                 )
             )
-    return Explanation(tuple(kv_lens), num_parts, tuple(pieces))
+    return Explanation(tuple(lens), num_parts, tuple(pieces))
 
 
 def plot(explanation: Explanation, file: str | Path) -> None:
     """Draws the schedule as a picture: a row per part, a coloured bar per piece.
 
-    Needs matplotlib (`pip install mla-jax[notebooks]`). Raises ValueError if it is missing or the file cannot be
+    Needs matplotlib (`pip install mla-jax[plot]`). Raises ValueError if it is missing or the file cannot be
     written.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ModuleNotFoundError:
-        raise InputError("A picture needs matplotlib; install it with: pip install matplotlib.") from None
-    figure = Figure(figsize=(9, max(2.0, min(12.0, 0.6 + 0.16 * explanation.num_parts))), layout="constrained")
+        raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
+    figure = Figure(figsize=(9, max(2.0, min(24.0, 0.9 + 0.17 * explanation.num_parts))), layout="constrained")
     axes = figure.add_subplot()
     start = [0] * explanation.num_parts
     for piece in explanation.pieces:
@@ -179,14 +187,13 @@ def plot(explanation: Explanation, file: str | Path) -> None:
             linewidth=0.4,
             hatch="//" if piece.num_splits > 1 else None,
         )
-        if explanation.num_parts <= LABELLED_PARTS:
-            axes.bar_label(
-                bar,
-                [str(piece.request)],
-                label_type="center",
-                fontsize=8,
-                bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
-            )
+        axes.bar_label(
+            bar,
+            [str(piece.request)],
+            label_type="center",
+            fontsize=7,
+            bbox={"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+        )
         start[piece.part] += piece.cost
     axes.axvline(sum(start) / len(start), color="0.5", linewidth=1, linestyle="--", label="mean load")
     axes.set(
@@ -199,10 +206,13 @@ def plot(explanation: Explanation, file: str | Path) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower right", frameon=False)
+    if Path(file).is_dir():
+        raise InputError(f"{file} is a folder; name the picture, such as {Path(file) / 'schedule.png'}.")
     try:
         figure.savefig(file, dpi=150)
     except (OSError, ValueError) as e:
-        raise InputError(f"{file} cannot be written ({e}).") from None
+        reason = getattr(e, "strerror", None) or str(e).split(" (")[0]
+        raise InputError(f"{file} cannot be written ({reason}).") from None
 
 
 def _bar(pieces: list[Piece], scale: float) -> str:

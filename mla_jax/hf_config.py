@@ -12,6 +12,9 @@ from mla_jax.errors import InputError
 MODEL_TYPES: dict[str, Scoring] = {"deepseek_v2": "softmax", "deepseek_v3": "sigmoid", "kimi_k2": "sigmoid"}
 
 
+LARGEST = 1e30  # of a number in a config
+
+
 def read_hf_config(source: Mapping[str, Any] | str | Path) -> MLAConfig:
     """See `MLAConfig.from_hf`."""
     if isinstance(source, Mapping):
@@ -64,7 +67,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         entries = json.loads(path.read_text())
     except FileNotFoundError:
         raise InputError(f"{path} does not exist; a DeepSeek checkpoint folder must hold {path.name}.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as e:
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError, RecursionError) as e:
         raise InputError(f"{path} cannot be read as JSON ({e}).") from None
     if not isinstance(entries, dict):
         raise InputError(f"{path} must hold a JSON object, found {type(entries).__name__}.")
@@ -90,6 +93,8 @@ class _Entries:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise InputError(f"{self.where}: {key} must be a number, got {value!r}.")
+        if not abs(value) < LARGEST:  # NaN, Infinity, and integers that no float holds
+            raise InputError(f"{self.where}: {key} must be a finite number, got {value!r:.40}.")
         return float(value)
 
 
@@ -226,7 +231,8 @@ def _moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
 
 
 def _refuse_unsupported(hf: Mapping[str, Any], where: str) -> None:
-    if (model_type := hf.get("model_type")) not in MODEL_TYPES:
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise NotImplementedError(
             f"{where}: model_type {model_type!r} is not implemented, only {', '.join(map(repr, MODEL_TYPES))} are."
         )

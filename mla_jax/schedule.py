@@ -19,8 +19,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
+
+from mla_jax.errors import InputError
 
 PAGE_SIZE = 64  # tokens per block of work: one cache page
 REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs, in units of one page's work
@@ -43,7 +46,20 @@ class TileSchedule:
 
 
 def num_sm_parts(num_sms: int, seq_len_q: int, num_heads_q: int, num_heads_kv: int = 1) -> int:
-    """Parts that fill `num_sms` SMs when every part needs one CTA per 64 query rows; never below 1."""
+    """Parts that fill a GPU when every part needs one CTA per 64 query rows; never below 1.
+
+    Args:
+        num_sms: streaming multiprocessors of the GPU; an H200 has 132.
+        seq_len_q: S, new tokens per request.
+        num_heads_q: H, query heads.
+        num_heads_kv: heads of the cache: 1 for MLA.
+
+    Raises ValueError for a size below 1.
+    """
+    sizes = {"num_sms": num_sms, "seq_len_q": seq_len_q, "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv}
+    for name, size in sizes.items():
+        if size < 1:
+            raise InputError(f"{name} must be at least 1, got {size}.")
     rows = seq_len_q * num_heads_q // num_heads_kv
     return max(num_sms // num_heads_kv // -(-rows // ROWS_PER_CTA), 1)
 
@@ -60,6 +76,8 @@ def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int) -> TileSchedul
 
     Raises:
         ValueError: kv_lens is not a non-empty int32 vector, or there is no part.
+
+    All requests together must have fewer than 2^31 - 5 * B blocks.
 
     Cost: jitted, no host read; O(B^2) integer operations fused into one reduction, beside them
     O((B + parts) log parts).
@@ -79,10 +97,12 @@ def tile_schedule_tokens(kv_lens: Int32[Array, " B"], num_sm_parts: int) -> Tile
 
 
 def _check(kv_lens: Array, parts: int) -> None:
+    if not isinstance(kv_lens, jax.Array | np.ndarray):
+        raise InputError(f"kv_lens must be a JAX or NumPy array of int32, got {type(kv_lens).__name__}.")
     if kv_lens.ndim != 1 or kv_lens.shape[0] == 0 or kv_lens.dtype != jnp.int32:
-        raise ValueError(f"kv_lens must be a non-empty int32 vector, got {kv_lens.dtype}{kv_lens.shape}")
+        raise InputError(f"kv_lens must be int32 [B] with B at least 1, got {kv_lens.dtype.name} {kv_lens.shape}.")
     if parts < 1:
-        raise ValueError(f"num_sm_parts must be at least 1, got {parts}")
+        raise InputError(f"num_sm_parts must be at least 1, got {parts}.")
 
 
 @jax.jit(static_argnums=1)

@@ -26,7 +26,10 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        return list(text.encode("utf-8", errors="surrogateescape"))
+        try:
+            return list(text.encode("utf-8", errors="surrogateescape"))
+        except UnicodeEncodeError as e:
+            raise InputError(f"The text holds {text[e.start]!r}, which is no character of UTF-8.") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `Tokenizer`."""
@@ -53,7 +56,8 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """See `Tokenizer`."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        whole = text.encode("utf-8", errors="replace").decode("utf-8")  # it takes no lone surrogates
+        return self._tokenizer.encode(whole, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """See `Tokenizer`."""

@@ -11,11 +11,10 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Shapes and dtypes in annotations are checked at every call while tests run. Not here: modules whose own checks, the
-# sentences that users see, must come first (attention.api, attention.merge), and those that define pytrees, which JAX
+# sentences that users see, must come first (attention.api, attention.merge, cache.codec), and those that define pytrees, which JAX
 # also builds with leaves that are no arrays.
 MODULES = {
     "attention": ("operands", "reference", "visibility", "xla"),
-    "cache": ("codec",),
     "model": ("attend", "layers", "mla", "moe", "rope", "transformer"),
 }
 CHECKED = [f"mla_jax.{room}.{module}" for room, modules in MODULES.items() for module in modules]

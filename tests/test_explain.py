@@ -2,6 +2,7 @@ import itertools
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -68,6 +69,16 @@ def test_wrong_options_give_one_sentence(capsys: pytest.CaptureFixture, argv: li
     assert main(["schedule", *argv]) == 2
     error = capsys.readouterr().err.strip()
     assert word in error and "\n" not in error
+
+
+@pytest.mark.parametrize("lens", [[], [1.5], [-1], [[1]], [2**31 - 1] * 70])
+def test_lengths_that_cannot_be_are_refused(lens: list) -> None:
+    with pytest.raises(ValueError, match="kv_lens"):
+        explain(lens, 66)
+
+
+def test_arrays_are_lengths_too() -> None:
+    assert explain(np.array(MIXED), 4) == explain(jnp.asarray(MIXED), 4) == explain(MIXED, 4)
 
 
 def test_plot_in_each_format(tmp_path: Path) -> None:

@@ -106,9 +106,13 @@ def test_num_sm_parts():
 
 
 def test_wrong_calls_say_what_came():
-    with pytest.raises(ValueError, match="int32 vector, got float32"):
+    with pytest.raises(ValueError, match=r"must be int32 .*, got float32"):
         tile_schedule(jnp.zeros(3), 4)
-    with pytest.raises(ValueError, match="int32 vector, got int32"):
+    with pytest.raises(ValueError, match=r"must be int32 .*, got int32 \(2, 3\)"):
         tile_schedule(jnp.zeros((2, 3), jnp.int32), 4)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         tile_schedule(jnp.zeros(3, jnp.int32), 0)
+    with pytest.raises(ValueError, match="array of int32, got list"):
+        tile_schedule([1, 2], 4)
+    with pytest.raises(ValueError, match="num_heads_q must be at least 1, got 0"):
+        num_sm_parts(132, 1, 0)

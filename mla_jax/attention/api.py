@@ -86,7 +86,8 @@ def mla_decode(
             the request's length may hold anything.
         kv_lens: int32 `[B]`, tokens in the cache, the S new ones included; 0 is an empty request.
         d_v: width of a value, at most D.
-        sm_scale: softmax scale, default D^−½; may be traced. DeepSeek passes `MLAConfig.sm_scale`.
+        sm_scale: softmax scale, default D^−½; may be traced. For queries with W_UK absorbed pass the scale of the plain
+            head, (K + R)^−½ times YaRN's factor: `MLAConfig.sm_scale`.
         causal: bottom-right: query j sees key t iff t ≤ kv_lens − S + j. Otherwise all t < kv_lens.
         tree_mask: bool `[B, S, S]`, replaces causal among the last S keys: query j sees key kv_lens − S + i iff
             tree_mask[b, j, i]; earlier keys are all seen.
@@ -164,7 +165,7 @@ def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any) -> Implem
         reasons.append(f"{name}: {reason}")
     if not reasons:
         raise InputError("implementation is an empty sequence; name at least one, or pass None.")
-    raise NotImplementedError("No implementation can run this call. " + "; ".join(reasons) + ".")
+    raise NotImplementedError("No implementation can run this call: " + "; ".join(reasons) + ".")
 
 
 def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: int) -> None:

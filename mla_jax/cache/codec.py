@@ -48,12 +48,15 @@ def quantize_kv(
     """
     chosen = kv_format(format_name)
     _check_scale(scale, chosen)
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise InputError("x must be [..., D], got one number.")
     chosen.row_width(x.shape[-1])
     if chosen.name == "fp8_e4m3":
         return _to_e4m3(x.astype(jnp.float32) / _scale_or_one(scale))
     if chosen.name != "fp8_ds_mla":
         return x.astype(chosen.dtype)
-    tiles = x[..., :DS_LATENT].astype(jnp.float32).reshape(*x.shape[:-1], -1, DS_TILE)
+    tiles = x[..., :DS_LATENT].astype(jnp.float32).reshape(*x.shape[:-1], DS_LATENT // DS_TILE, DS_TILE)
     scales = _tile_scales(tiles, power_of_two)
     values = _to_e4m3(tiles / scales[..., None]).reshape(*x.shape[:-1], DS_LATENT)
     rope = x[..., DS_LATENT:].astype(jnp.bfloat16)
@@ -104,7 +107,10 @@ def _check_scale(scale: Any, chosen: KVFormat) -> None:
         return
     if not chosen.has_scale:
         raise InputError(f"scale must be None for {chosen.name}, which has no scale per tensor.")
-    if isinstance(scale, int | float | np.number) and not 0 < scale < float("inf"):
+    if np.ndim(scale) != 0 or isinstance(scale, str):
+        raise InputError(f"scale must be one number, got {scale!r:.60}.")
+    known = isinstance(scale, int | float | np.number | np.ndarray)
+    if known and not 0 < scale < float("inf"):
         raise InputError(f"scale must be a positive number, got {scale}.")
 
 
@@ -131,9 +137,10 @@ def _to_e4m3(x: Float[Array, "*n"]) -> Shaped[Array, "*n"]:
 def _bytes(x: Shaped[Array, "*n W"]) -> Shaped[Array, "*n bytes"]:
     """The bytes of each row, in little-endian order."""
     as_bytes = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return as_bytes.reshape(*x.shape[:-1], -1)
+    return as_bytes.reshape(*x.shape[:-1], x.shape[-1] * x.dtype.itemsize)
 
 
 def _from_bytes(rows: Shaped[Array, "*n bytes"], dtype: Any) -> Shaped[Array, "*n W"]:
-    grouped = rows.reshape(*rows.shape[:-1], -1, jnp.dtype(dtype).itemsize)
+    size = jnp.dtype(dtype).itemsize
+    grouped = rows.reshape(*rows.shape[:-1], rows.shape[-1] // size, size)
     return jax.lax.bitcast_convert_type(grouped, dtype)

@@ -56,6 +56,7 @@ class PagedKVCache:
         sizes["page_size"] = page_size
         for name, size in sizes.items():
             check_size(f"PagedKVCache.create: {name}", size)
+        scales = None if scales is None else jnp.asarray(scales, jnp.float32)
         if scales is not None and not (chosen.has_scale and scales.shape == (num_layers,)):
             raise InputError(
                 f"scales must be [{num_layers}], one per layer, and only for a format that has them; got "
@@ -182,6 +183,10 @@ def _locate(
             raise InputError(f"{name} must be of {'bool' if name == 'valid' else 'int32'}, got {array.dtype.name}.")
         if array is not None and array.shape != (block_table.shape[0], *positions.shape[1:2]):
             raise InputError(f"{name} must be [B, S] with the B of block_table {block_table.shape}, got {array.shape}.")
+    if positions.ndim != 2:
+        raise InputError(
+            f"positions must be [B, S], got {positions.shape}; for one token each pass positions[:, None]."
+        )
     inside = (positions >= 0) & (positions < block_table.shape[1] * page_size)
     if valid is not None:
         inside &= valid

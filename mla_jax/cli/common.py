@@ -1,6 +1,7 @@
 """What the commands share: loading a model, options, and how they report."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -57,11 +58,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def load_model(args: argparse.Namespace) -> Model:
     """The checkpoint that the options name. Raises ValueError in one sentence if it cannot be loaded."""
-    folder = Path(args.model) if args.model else CHECKPOINT
+    folder = CHECKPOINT if args.model is None else Path(args.model)
     on_cpu = jax.default_backend() == "cpu"
     dtype = (jnp.float32 if on_cpu else jnp.bfloat16) if args.dtype == "auto" else DTYPES[args.dtype]
     config, params = load_checkpoint(folder, dtype)
-    name = folder.name if args.model else "demo"
+    name = "demo" if args.model is None else folder.name
     return Model(name, config, params, load_tokenizer(folder, config.vocab_size))
 
 
@@ -93,10 +94,15 @@ def waiting(what: str) -> Iterator[Callable[[], None]]:
 
 def parse_bytes(text: str) -> int:
     """A number of bytes: 1000000, 64MiB, 1.5GiB, 64M. Raises ValueError in one sentence."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?)(i?b)?", text.strip().lower())
     if not match:
         raise InputError(f"{text!r} is no number of bytes; write it as 1000000, 64MiB or 1.5GiB.")
     return int(float(match[1]) * 1024 ** (" kmgt".index(match[2]) if match[2] else 0))
+
+
+def physical_memory() -> int:
+    """Bytes of this machine's main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def table(rows: dict[str, str]) -> str:

@@ -17,7 +17,7 @@ from mla_jax.errors import InputError
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser("evaluate", help="bits per byte of a text, latents read back from the paged cache")
+    parser = commands.add_parser("evaluate", help="bits per byte of a text")
     parser.add_argument("file", nargs="?", help="text file; default: the demo model's held-out sample")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="score only the first N bytes of the text")
     add_model_options(parser)
@@ -26,12 +26,14 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    kv_format(args.kv_format)
-    path = Path(args.file) if args.file else HELDOUT
+    kv_format(args.kv_format)  # refuse it before loading anything
+    if args.max_bytes is not None and args.max_bytes < 1:
+        raise InputError(f"--max-bytes must be at least 1, got {args.max_bytes}.")
+    path = HELDOUT if args.file is None else Path(args.file)
     try:
         data = path.read_bytes()[: args.max_bytes]
-    except OSError as e:
-        raise InputError(f"{path} cannot be read ({e.strerror}).") from None
+    except (OSError, ValueError) as e:  # ValueError: a name with a null byte
+        raise InputError(f"{path} cannot be read ({getattr(e, 'strerror', e)}).") from None
     model = load_model(args)
     tokens = model.tokenizer.encode(data.decode("utf-8", errors="surrogateescape"))
     started = time.perf_counter()

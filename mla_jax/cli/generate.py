@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from mla_jax.cli.common import (
     add_model_options,
     load_model,
     parse_bytes,
+    physical_memory,
     progress_bar,
     table,
     waiting,
@@ -23,13 +25,14 @@ from mla_jax.config import MLAConfig
 from mla_jax.decode.generate import Generation, OnTokens, Settings, generate
 from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
+from mla_jax.tokenizer import ByteTokenizer
 
 DEFAULT_PROMPT = "ROMEO: "
 
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser("generate", help="continue one prompt, or a file of prompts together")
+    parser = commands.add_parser("generate", help="continue prompts")
     parser.add_argument("prompt", nargs="*", help=f"one or more prompts; default: {DEFAULT_PROMPT!r}")
     parser.add_argument(
         "--prompt",
@@ -99,25 +102,32 @@ def run(args: argparse.Namespace) -> None:
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     prompts = [*args.prompt, *args.more_prompts]
-    if args.prompts:
+    if args.prompts is not None:
         try:
             text = Path(args.prompts).read_text(encoding="utf-8", errors="surrogateescape")
-        except OSError as e:
-            raise InputError(f"{args.prompts} cannot be read ({e.strerror}).") from None
-        prompts += [line for line in text.split("\n") if line]
-        if not prompts:
+        except (OSError, ValueError) as e:  # ValueError: a name with a null byte
+            raise InputError(f"{args.prompts} cannot be read ({getattr(e, 'strerror', e)}).") from None
+        lines = [line for line in text.split("\n") if line]
+        prompts += lines
+        if not lines:
             raise InputError(f"{args.prompts} holds no prompt; write one per line.")
     return prompts or [DEFAULT_PROMPT]
 
 
 def _num_pages(args: argparse.Namespace, config: MLAConfig) -> int | None:
     """Of the pool, with the reserved page; None leaves it to `generate`."""
-    if args.pages is not None:
-        return args.pages + 1
-    if args.cache_bytes is None:
-        return None
     page_bytes = PAGE_SIZE * config.num_layers * kv_format(args.kv_format).bytes_per_token(config.latent_dim)
-    num_pages = parse_bytes(args.cache_bytes) // page_bytes
+    if args.pages is not None:
+        num_pages = args.pages + 1
+    elif args.cache_bytes is not None:
+        num_pages = parse_bytes(args.cache_bytes) // page_bytes
+    else:
+        return None
+    if jax.default_backend() == "cpu" and num_pages * page_bytes > physical_memory():
+        raise InputError(
+            f"A pool of {num_pages - 1} pages takes {num_pages * page_bytes} bytes, more than this machine's memory of "
+            f"{physical_memory()}."
+        )
     if num_pages < 2:
         raise InputError(
             f"--cache-bytes {args.cache_bytes} holds no page beside the reserved one; two take {2 * page_bytes} bytes."
@@ -126,15 +136,21 @@ def _num_pages(args: argparse.Namespace, config: MLAConfig) -> int | None:
 
 
 def _stop_tokens(text: str, model: Model) -> tuple[int, ...]:
-    try:
-        characters = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
-    except UnicodeDecodeError as e:
-        raise InputError(f"--stop-bytes {text!r} holds a broken escape ({e.reason}).") from None
-    tokens = [(c, model.tokenizer.encode(c)) for c in characters]
-    for character, ids in tokens:
+    """A token per character; \\xHH is a byte where tokens are bytes, else the character of that number."""
+    tokens = []
+    for piece in re.findall(r"\\x[0-9a-fA-F]{2}|\\.?|[^\\]", text, re.DOTALL):
+        if piece.startswith("\\x") and len(piece) == 4 and isinstance(model.tokenizer, ByteTokenizer):
+            tokens.append(int(piece[2:], 16))
+            continue
+        try:
+            character = piece.encode("ascii").decode("unicode_escape") if piece[0] == "\\" else piece
+        except UnicodeError as e:
+            raise InputError(f"--stop-bytes {text!r} holds a broken escape ({e}).") from None
+        ids = model.tokenizer.encode(character)
         if len(ids) != 1:
             raise InputError(f"--stop-bytes: {character!r} is {len(ids)} tokens for this model, and must be one.")
-    return tuple(ids[0] for _, ids in tokens)
+        tokens.append(ids[0])
+    return tuple(tokens)
 
 
 def _show_progress(
@@ -208,7 +224,7 @@ def _print(report: dict[str, Any], result: Generation) -> None:
     pages, tokens = report["pages"], sum(len(s.tokens) for s in result.sequences)
     returned = pages["free_after"] - (pages["total"] - pages["used"])
     print(
-        "\n\n"
+        ("\n\n" if len(report["sequences"]) == 1 else "")
         + table(
             {
                 "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",

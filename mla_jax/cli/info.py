@@ -28,7 +28,7 @@ PACKAGES = (
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser("info", help="versions, devices, and which implementations can run here")
+    parser = commands.add_parser("info", help="what can run here")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
     parser.set_defaults(run=run)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from mla_jax.errors import InputError
@@ -11,7 +12,7 @@ from mla_jax.schedule import num_sm_parts
 
 def add_parser(commands: Any) -> None:
     """Declares the command."""
-    parser = commands.add_parser("schedule", help="how the decode work of a batch is divided over a GPU")
+    parser = commands.add_parser("schedule", help="how decode work is divided over a GPU")
     parser.add_argument("--kv-lens", required=True, metavar="N,N,…", help="tokens per request, such as 130,4096,70")
     parser.add_argument("--num-sms", type=int, default=132, metavar="N", help="SMs of the GPU; an H200 has 132")
     parser.add_argument("--num-heads", type=int, default=128, metavar="H", help="query heads; default 128")
@@ -28,8 +29,9 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, option) < 1:
             raise InputError(f"--{option.replace('_', '-')} must be at least 1, got {getattr(args, option)}.")
     explanation = explain(_lengths(args.kv_lens), num_sm_parts(args.num_sms, args.num_queries, args.num_heads))
-    if args.plot:
+    if args.plot is not None:
         plot(explanation, args.plot)
+        print(f"Picture written to {args.plot}", file=sys.stderr)
     if args.json:
         pieces = [vars(piece) for piece in explanation.pieces]
         print(json.dumps({**explanation.summary(), "load": explanation.load, "pieces": pieces}))

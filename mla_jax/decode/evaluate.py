@@ -78,6 +78,8 @@ def evaluate(
         padded = np.concatenate([part, np.repeat(part[:1], batch - len(part), axis=0)])
         losses, cache = _score(params, cache, padded, pool.block_table, config=config, implementation=chosen)
         nats += float(np.asarray(losses)[: len(part)].sum(dtype=np.float64))
+    if not math.isfinite(nats):
+        raise InputError("The score is not a finite number; do the weights hold NaN or infinities?")
     bits = nats / math.log(2) / (len(windows) * SCORED)
     return Score(bits, bits / bytes_per_token, len(windows) * SCORED, len(windows), chosen)
 

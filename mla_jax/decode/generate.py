@@ -95,10 +95,12 @@ def generate(
         on_tokens: called with (request, new tokens) as they come.
 
     Raises:
-        ValueError: no prompt, an empty one, a token outside the vocabulary, or a prompt that the pool cannot hold.
+        ValueError: no prompt, an empty one, a token outside the vocabulary, a prompt that the pool cannot hold, or
+            one that with its new tokens exceeds config.max_position.
         NotImplementedError: the implementation or format cannot run here.
     """
     _check_prompts(prompts, config, settings)
+    prompts = [list(prompt) for prompt in prompts]
     implementation = attention_implementation(config, params.embed.dtype, settings.kv_format, settings.implementation)
     state = _admit(config, prompts, settings)
     pages_total = state.pool.owners.shape[0] - 1
@@ -106,8 +108,6 @@ def generate(
     state = jax.block_until_ready(_prefill(params, config, state, prompts))
     prefilled = time.perf_counter()
     run = _run_steps(params, config, state, settings, implementation, on_tokens)
-    pages_used = int(run.state.pool.num_live)
-    pool = run.state.pool.release(jnp.ones((len(prompts),), bool))
     return Generation(
         sequences=[Continuation(t, Status(s).name.lower()) for t, s in zip(run.tokens, run.status, strict=True)],
         steps=max(len(t) for t in run.tokens),
@@ -117,8 +117,8 @@ def generate(
         compile_seconds=run.compiled - prefilled,
         pages_total=pages_total,
         pages_free_before=pages_total,
-        pages_used=pages_used,
-        pages_free_after=int(pool.num_free),
+        pages_used=run.pages_used,
+        pages_free_after=int(run.state.pool.num_free),
     )
 
 
@@ -137,9 +137,23 @@ def _check_prompts(prompts: Sequence[Sequence[int]], config: MLAConfig, settings
         raise InputError("generate needs at least one prompt, got none.")
     if settings.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}.")
+    if not 0 <= settings.seed < 2**32:
+        raise InputError(f"seed must be from 0 to 2³² − 1, got {settings.seed}.")
+    if settings.num_pages is not None and settings.num_pages < 2:
+        raise InputError(f"num_pages must be at least 2 (page 0 is reserved), got {settings.num_pages}.")
+    for token in settings.stop_tokens:
+        if not 0 <= token < config.vocab_size:
+            raise InputError(f"stop_tokens holds {token}, outside the vocabulary of {config.vocab_size}.")
     for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            raise InputError(f"Prompt {i + 1} of {len(prompts)} is text; pass token ids.")
         if len(prompt) == 0:
             raise InputError(f"Prompt {i + 1} of {len(prompts)} is empty; a prompt needs at least one token.")
+        if len(prompt) + settings.max_new_tokens > config.max_position:
+            raise InputError(
+                f"Prompt {i + 1} has {len(prompt)} tokens; with {settings.max_new_tokens} new ones it would exceed the "
+                f"{config.max_position} positions of the model (max_position_embeddings)."
+            )
         worst = max(prompt, key=lambda t: t if t >= 0 else config.vocab_size - t)
         if not 0 <= worst < config.vocab_size:
             raise InputError(f"Prompt {i + 1} holds token {worst}, outside the vocabulary of {config.vocab_size}.")
@@ -190,6 +204,7 @@ class _Run(NamedTuple):
     state: DecodeState
     tokens: list[list[int]]
     status: list[int]
+    pages_used: int  # at most, at any time
     compiled: float  # when the first step had been compiled, in seconds of perf_counter
     finished: float
 
@@ -207,9 +222,10 @@ def _run_steps(
     status = [int(s) for s in jax.device_get(state.status)]
     tokens: list[list[int]] = [[] for _ in status]
     unread: deque[Emitted] = deque()
-    compiled = 0.0
+    compiled, pages_used = 0.0, 0
 
     def read() -> None:
+        nonlocal pages_used
         emitted = jax.device_get(unread.popleft())
         for i, token in enumerate(emitted.tokens.tolist()):
             if token >= 0:
@@ -217,6 +233,7 @@ def _run_steps(
                 if on_tokens is not None:
                     on_tokens(i, [token])
         status[:] = emitted.status.tolist()
+        pages_used = max(pages_used, int(emitted.pages))
 
     while Status.RUNNING in status:
         state, emitted = decode_step(
@@ -228,4 +245,4 @@ def _run_steps(
             read()
     while unread:
         read()
-    return _Run(state, tokens, status, compiled, time.perf_counter())
+    return _Run(state, tokens, status, pages_used, compiled, time.perf_counter())

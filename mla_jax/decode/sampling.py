@@ -17,7 +17,7 @@ from mla_jax.errors import InputError
 )
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample; the numbers may be traced, so that changing them compiles nothing.
+    """How to sample; make one with `create`. The numbers may be traced, so that changing them compiles nothing.
 
     Attributes:
         temperature: divides the logits; 0 is greedy.
@@ -36,8 +36,8 @@ class Sampling:
         """Checks the values. Raises ValueError for temperature < 0, top_k < 0 or top_p outside (0, 1]."""
         if not 0 <= temperature < float("inf"):
             raise InputError(f"temperature must be a number of at least 0, got {temperature}.")
-        if top_k < 0:
-            raise InputError(f"top_k must be at least 0 (0 keeps all tokens), got {top_k}.")
+        if not 0 <= top_k < 2**31:
+            raise InputError(f"top_k must be from 0 (which keeps all tokens) to 2³¹ − 1, got {top_k}.")
         if not 0 < top_p <= 1:
             raise InputError(f"top_p must be above 0 and at most 1, got {top_p}.")
         return cls(temperature, top_k, top_p, greedy=temperature == 0)

@@ -19,7 +19,7 @@ class Status(IntEnum):
     RUNNING = 1
     LENGTH = 2  # emitted as many tokens as asked for
     STOP = 3  # emitted a stop token
-    PAGES = 4  # the pool had no page left for it; what it has stays
+    PAGES = 4  # the pool had no page left for it
 
 
 @jax.tree_util.register_dataclass

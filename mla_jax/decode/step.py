@@ -19,10 +19,11 @@ from mla_jax.model.transformer import decode, lm_logits, prefill
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:
-    """What a step tells the host: int32 `[N]` tokens, −1 where none came, and each slot's status after it."""
+    """What a step tells the host: int32 `[N]` tokens, −1 where none came, each slot's status after it, pages in use."""
 
     tokens: Int[Array, "N"]
     status: Int[Array, "N"]
+    pages: Int[Array, ""]
 
 
 @partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("state",))
@@ -38,7 +39,8 @@ def decode_step(
     """Feeds each running slot's last token and emits its next.
 
     Slots that do not run are padding: they point at the reserved page 0 with length 1 and change nothing. A slot
-    that gets no page ends with `Status.PAGES` and keeps what it has. Lengths, pages and tokens stay on the device.
+    that gets no page ends with `Status.PAGES`. A slot that ends, for whatever reason, gives its pages back at once,
+    so that others can grow into them. Lengths, pages and tokens stay on the device.
     """
     running = state.status == Status.RUNNING
     pool, ok = state.pool.extend(state.pool.kv_lens + running.astype(jnp.int32))
@@ -60,13 +62,13 @@ def decode_step(
     status = jnp.where(live & stops[tokens], Status.STOP, status).astype(jnp.int32)
     state = replace(
         state,
-        pool=pool,
+        pool=pool.release(running & (status != Status.RUNNING)),
         cache=cache,
         remaining=remaining,
         status=status,
         last_tokens=jnp.where(live, tokens, state.last_tokens),
     )
-    return state, Emitted(jnp.where(live, tokens, -1), status)
+    return state, Emitted(jnp.where(live, tokens, -1), status, pool.num_live)
 
 
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))

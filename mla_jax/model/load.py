@@ -24,6 +24,7 @@ log = logging.getLogger("mla_jax")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SAVED_DTYPES = ("bfloat16", "float16", "float32")
 SCALE_SUFFIX = "_scale_inv"
 BLOCK_SIZE = (128, 128)  # rows and columns that share a scale in DeepSeek's FP8 checkpoints
 # Buffers of older code, and the copies of embedding and head that DeepSeek stores with its MTP modules.
@@ -62,8 +63,19 @@ def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAC
 
 
 def save_checkpoint(folder: str | Path, config: MLAConfig, params: ModelParams, dtype: Any = jnp.bfloat16) -> None:
-    """Writes a folder that `load_checkpoint` and Hugging Face transformers read. Routers are stored in float32."""
+    """Writes a folder that `load_checkpoint` and Hugging Face transformers read. Routers are stored in float32.
+
+    Raises ValueError for params that are not of the config, a dtype other than bf16, fp16 and fp32, and a folder that
+    holds a checkpoint in shards.
+    """
     folder = Path(folder)
+    if (folder / INDEX).exists():
+        raise InputError(f"{folder} holds a checkpoint in shards ({INDEX}), which would hide this one; save elsewhere.")
+    if (name := jnp.dtype(dtype).name) not in SAVED_DTYPES:
+        raise InputError(f"dtype must be one of {', '.join(SAVED_DTYPES)}, got {name}.")
+    shapes = {n: t.shape for n, t in jax.eval_shape(lambda p: dict(named_tensors(config, p)), params).items()}
+    if shapes != tensor_shapes(config) or len(params.layers) != config.num_layers:
+        raise InputError("params and config are not of one model: their tensors differ in name or shape.")
     folder.mkdir(parents=True, exist_ok=True)
     entries = {**config.to_hf(), "dtype": jnp.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")

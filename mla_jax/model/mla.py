@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.config import MLAConfig
+from mla_jax.errors import InputError
 from mla_jax.model.layers import einsum, linear, rms_norm
 from mla_jax.model.params import AttentionParams, QueryParams
 from mla_jax.model.rope import apply_rope, rope_angles
@@ -44,7 +45,21 @@ def project_latent(
 def split_kv_b_proj(
     kv_b_proj: Float[Array, "HKW V"], num_heads: int, qk_nope_head_dim: int
 ) -> tuple[Float[Array, "H K V"], Float[Array, "H W V"]]:
-    """W_UK and W_UV, per head, from a checkpoint's `kv_b_proj.weight`, whose rows are head · (K + W)."""
+    """W_UK `[H, K, V]` and W_UV `[H, W, V]` from a checkpoint's `kv_b_proj.weight`.
+
+    Args:
+        kv_b_proj: `[H·(K + W), V]`, out × in as checkpoints hold it: for each head K rows of keys, then W of values.
+        num_heads: H.
+        qk_nope_head_dim: K, width of a head's key without its rotated part.
+
+    Raises ValueError if the rows cannot be divided so.
+    """
+    per, left = divmod(kv_b_proj.shape[0], num_heads)
+    if left or not 0 < qk_nope_head_dim < per:
+        raise InputError(
+            f"kv_b_proj must be [H·(K + W), V] with {num_heads} heads and K = {qk_nope_head_dim}, got "
+            f"{kv_b_proj.shape}; is it transposed?"
+        )
     per_head = kv_b_proj.reshape(num_heads, -1, kv_b_proj.shape[-1])
     return per_head[:, :qk_nope_head_dim], per_head[:, qk_nope_head_dim:]
 
@@ -52,12 +67,20 @@ def split_kv_b_proj(
 def absorb_query(
     q_nope: Float[Array, "B S H K"], q_rope: Float[Array, "B S H R"], w_uk: Float[Array, "H K V"]
 ) -> Float[Array, "B S H V+R"]:
-    """The query that `mla_decode` takes: W_UKᵀ q_nope, then q_rope. Cost: 2·B·S·H·K·V FLOP."""
+    """The query `[B, S, H, V + R]` that `mla_decode` takes: W_UKᵀ q_nope, then q_rope.
+
+    `mla_decode` then needs `sm_scale` of the plain head, (K + R)^−½ (`MLAConfig.sm_scale`, with YaRN's factor): its
+    default belongs to the width V + R. Cost: 2·B·S·H·K·V FLOP.
+
+    Args:
+        q_nope: query heads without position; q_rope: their rotated part, the rotation applied.
+        w_uk: from `split_kv_b_proj`.
+    """
     return jnp.concatenate([einsum("bshk,hkv->bshv", q_nope, w_uk), q_rope], axis=-1)
 
 
 def expand_output(out: Float[Array, "B S H V"], w_uv: Float[Array, "H W V"]) -> Float[Array, "B S H W"]:
-    """Value heads from what `mla_decode` returns: W_UV out. Cost: 2·B·S·H·W·V FLOP."""
+    """Value heads `[B, S, H, W]` from what `mla_decode` returns with d_v = V: W_UV out. Cost: 2·B·S·H·W·V FLOP."""
     return einsum("bshv,hwv->bshw", out, w_uv)
 
 

@@ -71,7 +71,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         tensors = [_stored(path, name, e, start) for name, e in entries.items() if name != "__metadata__"]
     except FileNotFoundError:
         raise InputError(f"{path} does not exist.") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise InputError(f"{path} is not a whole safetensors file ({e}); copy or download it again.") from None
     for tensor in tensors:
         if not start <= tensor.offset <= tensor.offset + tensor.num_bytes <= size:
@@ -93,6 +93,10 @@ def aligned_empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 def _stored(path: Path, name: str, entry: dict[str, Any], start: int) -> StoredTensor:
     begin, end = entry["data_offsets"]
+    if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *entry["shape"])) or end < begin:
+        raise ValueError(f"tensor {name} has shape {entry['shape']} and bytes {begin} to {end}")
+    if not isinstance(entry["dtype"], str):
+        raise TypeError(f"tensor {name} has dtype {entry['dtype']}")
     return StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), start + begin, end - begin)
 
 

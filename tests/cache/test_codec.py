@@ -137,6 +137,12 @@ def test_bytes_survive_a_round_trip() -> None:
     assert np.abs(np.asarray(again) - np.asarray(once)).max() <= 2**-4 * np.abs(np.asarray(once)).max()
 
 
+def test_no_rows_are_no_rows() -> None:
+    for name, row in (("fp8_e4m3", 576), ("fp8_ds_mla", 656)):
+        rows = quantize_kv(jnp.zeros((0, 576)), name)
+        assert rows.shape == (0, row) and dequantize_kv(rows, name).shape == (0, 576)
+
+
 def test_jit_vmap_and_traced_scale() -> None:
     x = jax.random.normal(jax.random.key(1), (4, 576)) * 100
     for name, scale in (("fp8_e4m3", jnp.float32(0.5)), ("fp8_ds_mla", None)):
@@ -155,6 +161,10 @@ def test_jit_vmap_and_traced_scale() -> None:
         (lambda x: quantize_kv(x, "fp8_ds_mla", 2.0), "scale must be None for fp8_ds_mla"),
         (lambda x: quantize_kv(x, "fp8_e4m3", 0.0), "positive"),
         (lambda x: quantize_kv(x, "fp8_e4m3", float("nan")), "positive"),
+        (lambda x: quantize_kv(x, "fp8_e4m3", np.array(-1.0)), "positive"),
+        (lambda x: quantize_kv(x, "fp8_e4m3", jnp.ones(2)), "one number"),
+        (lambda x: quantize_kv(x, "fp8_e4m3", "1"), "one number"),
+        (lambda x: quantize_kv(x[0, 0], "fp8_e4m3"), "got one number"),
         (lambda x: quantize_kv(x[..., :64], "fp8_ds_mla"), "512 \\+ 64"),
         (lambda x: dequantize_kv(x, "fp8_e4m3"), "float8_e4m3fn, got float32"),
         (lambda x: dequantize_kv(x.astype(jnp.uint8), "fp8_ds_mla"), "656 bytes wide"),

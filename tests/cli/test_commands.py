@@ -107,12 +107,57 @@ def checkpoint(tmp_path: Path, **changes: object) -> Path:
         (["generate", "--stop-bytes", "ü"], ["--stop-bytes"]),
         (["evaluate", "/no/such/file"], ["/no/such/file"]),
         (["evaluate", "--max-bytes", "100"], ["512"]),
+        (["evaluate", "--max-bytes", "-5"], ["--max-bytes must be at least 1"]),
+        (["evaluate", "a\0b"], ["null byte"]),
+        (["generate", "--model", ""], ["config.json"]),
+        (["generate", "x", "--max-new-tokens", "10000000"], ["4096 positions"]),
+        (["generate", "x", "--cache-bytes", "1000GiB"], ["this machine's memory"]),
+        (["generate", "x", "--cache-bytes", "9" * 400], ["64MiB"]),
+        (["generate", "x", "--pages", "1000000000000"], ["this machine's memory"]),
+        (["generate", "x", "--top-k", "2147483648"], ["top_k"]),
+        (["generate", "x", "--seed", "-1"], ["seed"]),
+        (["generate", "\ud800"], ["UTF-8"]),
+        (["generate", "x", "--implementation", "flash_mla"], ["flash_mla: "]),
+        (["schedule", "--kv-lens", "1", "--num-sms", "1000000000000"], ["num_parts"]),
+        (["evaluate", "--max-bytes", "-5"], ["--max-bytes must be at least 1"]),
+        (["generate", "x", "--max-new-tokens", "10000000"], ["4096 positions"]),
+        (["generate", "x", "--cache-bytes", "1000GiB"], ["this machine's memory"]),
+        (["generate", "x", "--implementation", "flash_mla"], ["flash_mla: "]),
     ],
 )
 def test_wrong_options_give_one_sentence(capsys: pytest.CaptureFixture, argv: list[str], words: list[str]) -> None:
     sentence = fails(capsys, *argv)
     for word in words:
         assert word in sentence
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate", "--temperature", "warm"], ["generate", "--pages", "1", "--cache-bytes", "1M"], ["dance"], []]
+)
+def test_options_that_do_not_parse_give_one_sentence(capsys: pytest.CaptureFixture, argv: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("mla_jax")
+
+
+def test_text_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    """A prompt of bytes that are no UTF-8, and a terminal that knows only ASCII."""
+    (tmp_path / "prompts").write_bytes(b"na\xefve caf\xe9\n")
+    start = [sys.executable, "-m", "mla_jax"]
+    for encoding, argv in (
+        ("utf-8", ["generate", "--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "2"]),
+        ("ascii", ["schedule", "--kv-lens", "1"]),
+    ):
+        environment = os.environ | {"PYTHONIOENCODING": encoding, "JAX_PLATFORMS": "cpu"}
+        result = subprocess.run([*start, *argv], capture_output=True, env=environment, timeout=200)
+        assert result.returncode == 0, result.stderr
+
+
+def test_a_stop_byte_may_be_any_byte(capsys: pytest.CaptureFixture) -> None:
+    report = run_json(capsys, "generate", "ROMEO", "--max-new-tokens", "20", "--stop-bytes", r"\xff\x20")
+    (sequence,) = report["sequences"]
+    assert sequence["finish_reason"] == "stop" and sequence["tokens"][-1] == 0x20
 
 
 def test_broken_checkpoints_give_one_sentence(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

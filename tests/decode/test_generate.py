@@ -97,6 +97,20 @@ def test_a_full_pool_ends_sequences_and_loses_nothing(plain: Generation) -> None
     assert result.pages_free_after == result.pages_total
 
 
+def test_what_ends_gives_its_pages_to_what_goes_on(plain: Generation) -> None:
+    """Two sequences of which each needs two pages at last, in a pool of three: the stop of one feeds the other."""
+    two = prompts((60, 60))
+    alone = run(two, max_new_tokens=60)
+    first, second = (s.tokens for s in alone.sequences)
+    stop = next(t for t in first[:20] if t not in second)
+    crowded = run(two, max_new_tokens=60, num_pages=1 + 3)
+    assert sorted(s.finish_reason for s in crowded.sequences) == ["length", "pages"]
+    result = run(two, max_new_tokens=60, num_pages=1 + 3, stop_tokens=(stop,))
+    assert [s.finish_reason for s in result.sequences] == ["stop", "length"]
+    assert result.sequences[1].tokens == second
+    assert result.pages_free_after == result.pages_total == 3 >= result.pages_used
+
+
 def test_tokens_arrive_in_order_through_the_callback() -> None:
     seen: list[list[int]] = [[], []]
     result = generate(
@@ -112,6 +126,11 @@ def test_tokens_arrive_in_order_through_the_callback() -> None:
         ([[1], []], {}, "Prompt 2 of 2 is empty"),
         ([[1, 61]], {}, "token 61, outside the vocabulary of 61"),
         ([[-1]], {}, "token -1, outside"),
+        (["text"], {}, "Prompt 1 of 1 is text"),
+        ([[1]], {"seed": 2**32}, "seed must be"),
+        ([[1]], {"num_pages": 1}, "num_pages must be at least 2"),
+        ([[1]], {"stop_tokens": (61,)}, "stop_tokens holds 61"),
+        ([[1]], {"max_new_tokens": 4096}, "4096 positions"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ([[1] * 200], {"num_pages": 3}, "need 4 pages of 64 tokens, but the pool has 2"),
         ([[1]], {"kv_format": "int4"}, "'int4' is not known"),

@@ -248,6 +248,18 @@ def test_faults_of_shape_are_found_before_weights_are_read(folder, monkeypatch):
         load_checkpoint(folder)
 
 
+def test_saving_refuses_what_would_not_load_as_it_was(folder, tmp_path):
+    config, params = load_checkpoint(folder, jnp.float32)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="shards"):
+        save_checkpoint(tmp_path, config, params)
+    with pytest.raises(ValueError, match="not of one model"):
+        save_checkpoint(tmp_path / "a", dataclasses.replace(config, num_layers=1), params)
+    with pytest.raises(ValueError, match="dtype must be one of"):
+        save_checkpoint(tmp_path / "b", config, params, jnp.int8)
+    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
+
+
 def test_config_says_the_dtype_of_what_was_saved(folder, tmp_path):
     config, params = load_checkpoint(folder, jnp.float32)
     save_checkpoint(tmp_path / "half", config, params)

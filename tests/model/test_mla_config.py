@@ -234,6 +234,10 @@ def one_sentence(error: Exception) -> str:
     ("change", "words"),
     [
         ({"vocab_size": None}, "no entry 'vocab_size'"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rope_theta": 10**400}, "rope_theta must be a finite number"),
+        ({"num_hidden_layers": 2**31}, "num_layers must be at most"),
         ({"hidden_size": 0}, "hidden_size must be an integer of at least 1, got 0"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers must be an integer of at least 1, got 2.5"),
         ({"num_attention_heads": True}, "num_heads must be an integer of at least 1, got True"),

@@ -15,7 +15,7 @@ SPILL_LIMIT = 128  # bytes per thread: a few scalars of the value roles, outside
 
 if shutil.which("ptxas") is None:
     pytest.skip("no CUDA toolkit: ptxas is not on the path", allow_module_level=True)
-if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
     pytest.skip("no jax-cuda13-plugin, which compiles for GPUs", allow_module_level=True)
 
 
