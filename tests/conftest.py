@@ -11,8 +11,8 @@ import pytest
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Shapes and dtypes in annotations are checked at every call while tests run. Not here: modules whose own checks, the
-# sentences that users see, must come first (attention.api, attention.merge, cache.codec), and those that define pytrees, which JAX
-# also builds with leaves that are no arrays.
+# sentences that users see, must come first (attention.api, attention.merge, cache.codec), and those that define
+# pytrees, which JAX also builds with leaves that are no arrays.
 MODULES = {
     "attention": ("operands", "reference", "visibility", "xla"),
     "model": ("attend", "layers", "mla", "moe", "rope", "transformer"),
