@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.errors import InputError
-from mla_jax.schedule import PAGE_SIZE, REQUEST_OVERHEAD, tile_schedule
+from mla_jax.schedule import REQUEST_OVERHEAD, tile_schedule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 BAR_WIDTH = 64  # characters

@@ -23,9 +23,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32
 
+from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.errors import InputError
 
-PAGE_SIZE = 64  # tokens per block of work: one cache page
 REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs, in units of one page's work
 ROWS_PER_CTA = 64  # query rows (S * H) that one CTA handles
 
