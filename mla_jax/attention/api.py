@@ -10,12 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.attention import reference, xla
-from mla_jax.attention.operands import out_dtype
+from mla_jax.attention.operands import FP8_DTYPES, out_dtype
 from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, PAGE_SIZE
 from mla_jax.errors import InputError
 
 DTYPES = ("bfloat16", "float16", "float32")
-FP8_DTYPES = ("float8_e4m3fn", "uint8")  # one scale per tensor; rows of DS_ROW bytes
 
 
 @dataclass(frozen=True)

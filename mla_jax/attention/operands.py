@@ -8,7 +8,8 @@ from jaxtyping import Array, Float, Shaped
 
 from mla_jax.cache.codec import dequantize_kv
 
-FP8_DTYPES = (jnp.float8_e4m3fn, jnp.uint8)
+HIGHEST = jax.lax.Precision.HIGHEST  # float32 means float32: on a GPU JAX would otherwise use TF32 for it
+FP8_DTYPES = ("float8_e4m3fn", "uint8")  # one scale per tensor; rows of 656 bytes
 
 
 def out_dtype(q: jax.Array) -> Any:
@@ -22,7 +23,7 @@ def product_dtype(q: jax.Array, kv_cache: jax.Array) -> Any:
     That of q and cache where they agree, float32 where they differ; an FP8 cache is widened to q's dtype, which holds
     e4m3 exactly, and an e4m3 q to bf16.
     """
-    if kv_cache.dtype in FP8_DTYPES:
+    if kv_cache.dtype.name in FP8_DTYPES:
         return out_dtype(q)
     return q.dtype if q.dtype == kv_cache.dtype else jnp.dtype(jnp.float32)
 

@@ -1,13 +1,10 @@
 """The specification: gather everything, one dense softmax in float32. Short before fast."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mla_jax.attention.operands import as_numbers, out_dtype, product_dtype
+from mla_jax.attention.operands import HIGHEST, as_numbers, out_dtype, product_dtype
 from mla_jax.attention.visibility import visible
-
-HIGHEST = jax.lax.Precision.HIGHEST  # float32 means float32 on a GPU too
 
 
 def decode(

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from mla_jax.attention.operands import as_numbers, out_dtype, product_dtype
+from mla_jax.attention.operands import HIGHEST, as_numbers, out_dtype, product_dtype
 from mla_jax.attention.visibility import visible
 
-HIGHEST = jax.lax.Precision.HIGHEST
 CHUNK_PAGES = 8  # pages; on 2 CPU cores 4, 8 and 16 differ by less than the noise, 1 and 2 are slower
 
 

@@ -109,7 +109,7 @@ def _score(
             params,
             config,
             fed,
-            jnp.full_like(none, 0) + start + DECODE_CHUNK,
+            none + start + DECODE_CHUNK,
             block_table,
             state[1],
             implementation=implementation,

@@ -71,9 +71,13 @@ class Generation:
     prefill_seconds: float
     compile_seconds: float
     pages_total: int
-    pages_free_before: int
     pages_used: int
     pages_free_after: int
+
+    @property
+    def pages_free_before(self) -> int:
+        """All of them: the pool is made for this call."""
+        return self.pages_total
 
     @property
     def tokens_per_second(self) -> float:
@@ -116,7 +120,6 @@ def generate(
         prefill_seconds=prefilled - started,
         compile_seconds=run.compiled - prefilled,
         pages_total=pages_total,
-        pages_free_before=pages_total,
         pages_used=run.pages_used,
         pages_free_after=int(run.state.pool.num_free),
     )
@@ -178,9 +181,6 @@ def _admit(config: MLAConfig, prompts: Sequence[Sequence[int]], settings: Settin
         last_tokens=jnp.asarray([p[-1] for p in prompts], jnp.int32),
         remaining=jnp.full((len(prompts),), settings.max_new_tokens, jnp.int32),
         status=jnp.full((len(prompts),), Status.RUNNING.value, jnp.int32),
-        keys=jax.vmap(jax.random.fold_in, (None, 0))(
-            jax.random.key(settings.seed), jnp.arange(len(prompts), dtype=jnp.uint32)
-        ),
     )
 
 

@@ -47,12 +47,15 @@ class DecodeState:
 def empty_state(
     config: MLAConfig, num_slots: int, num_pages: int, max_pages_per_seq: int, kv_format: str, seed: int
 ) -> DecodeState:
-    """A state whose slots are all empty; its cache takes num_pages · 64 · layers · bytes per token."""
+    """A state whose slots are all empty; its cache takes num_pages · 64 · layers · bytes per token.
+
+    A slot's key depends on the seed and its index, not on how many slots there are.
+    """
     return DecodeState(
         pool=PagePool.create(num_pages, num_slots, max_pages_per_seq),
         cache=PagedKVCache.create(config.num_layers, num_pages, config.latent_dim, kv_format),
         last_tokens=jnp.zeros((num_slots,), jnp.int32),
         remaining=jnp.zeros((num_slots,), jnp.int32),
         status=jnp.full((num_slots,), Status.EMPTY.value, jnp.int32),
-        keys=jax.random.split(jax.random.key(seed), num_slots),
+        keys=jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(num_slots, dtype=jnp.uint32)),
     )

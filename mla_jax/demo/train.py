@@ -23,11 +23,11 @@ import optax
 from mla_jax.config import MLAConfig
 from mla_jax.demo import HELDOUT
 from mla_jax.demo.text import read_plays, split
-from mla_jax.model.attend import Attend, Latents, Query
+from mla_jax.model.attend import Attend, Latents, Query, attend_self
 from mla_jax.model.checkpoint import build_params
 from mla_jax.model.layers import einsum
 from mla_jax.model.load import save_checkpoint
-from mla_jax.model.mla import plain_attention
+from mla_jax.model.mla import expand_latents, plain_scores
 from mla_jax.model.params import AttentionParams, ModelParams
 from mla_jax.model.transformer import decode_stack, lm_logits, mtp_forward
 
@@ -64,7 +64,7 @@ class Settings(NamedTuple):
 
 
 def init_params(config: MLAConfig, seed: int) -> ModelParams:
-    """Normal weights with standard deviation fan_in^−½, norms 1, embedding 0.02 · √E."""
+    """Normal weights with standard deviation fan_in^−½, norms 1, embedding and head 0.02."""
     rng = np.random.default_rng(seed)
 
     def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
@@ -87,14 +87,12 @@ def attend_training(
     """
 
     def attend(layer: int, p: AttentionParams, query: Query, latents: Latents, cache: Any) -> tuple[jax.Array, Any]:
-        length = latents.shape[1]
         if rows is not None:
             rows.append(latents)
         if fused:
             heads = _fused_attention(p, config, query, latents)
         else:
-            seen = jnp.broadcast_to(jnp.tri(length, dtype=bool), (latents.shape[0], length, length))
-            heads, _ = plain_attention(p, config, query, latents, seen)
+            heads, _ = attend_self(config)(layer, p, query, latents, cache)
         return _drop(heads, dropout, jax.random.fold_in(key, layer)), cache
 
     return attend
@@ -114,9 +112,9 @@ def attend_chain(config: MLAConfig, earlier: list[jax.Array], dropout: float, ke
         chain = [_shift(latest[e - 1], depth - e) for e in range(2, depth + 1)]
         length = latents.shape[1]
         seen = jnp.tri(length, k=-(depth - 1), dtype=bool)[None, None]
-        keys, values = _expand(p, config, latest[0])
-        scores = [jnp.where(seen, _scores(query, keys), -jnp.inf)]
-        extra = [_expand(p, config, rows) for rows in chain]
+        keys, values = expand_latents(p, config, latest[0])
+        scores = [jnp.where(seen, plain_scores(query, keys), -jnp.inf)]
+        extra = [expand_latents(p, config, rows) for rows in chain]
         scores += [_scores_of_own(query, own_keys) for own_keys, _ in extra]
         weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1) * config.sm_scale, axis=-1).astype(values.dtype)
         heads = einsum("bhst,bthw->bshw", weights[..., :length], values)
@@ -243,17 +241,6 @@ def _drop(x: jax.Array, rate: float, key: jax.Array) -> jax.Array:
     return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), 0).astype(x.dtype)
 
 
-def _expand(p: AttentionParams, config: MLAConfig, latents: jax.Array) -> tuple[Query, jax.Array]:
-    latent, rope_key = latents[..., : config.kv_lora_rank], latents[..., config.kv_lora_rank :]
-    return (einsum("btv,hkv->bthk", latent, p.w_uk), rope_key), einsum("btv,hwv->bthw", latent, p.w_uv)
-
-
-def _scores(query: Query, keys: Query) -> jax.Array:
-    f32 = {"preferred_element_type": jnp.float32}
-    nope, rope = "bshk,bthk->bhst", "bshr,btr->bhst"
-    return einsum(nope, query[0], keys[0], **f32) + einsum(rope, query[1], keys[1], **f32)
-
-
 def _scores_of_own(query: Query, keys: Query) -> jax.Array:
     """`[B, H, S, 1]`: each query with the one key at its own position. Sums, since a product of single rows is slow."""
     products = (query[0] * keys[0]).astype(jnp.float32).sum(-1) + (query[1] * keys[1][:, :, None]).astype(
@@ -263,7 +250,7 @@ def _scores_of_own(query: Query, keys: Query) -> jax.Array:
 
 
 def _fused_attention(p: AttentionParams, config: MLAConfig, query: Query, latents: jax.Array) -> jax.Array:
-    (k_nope, rope_key), values = _expand(p, config, latents)
+    (k_nope, rope_key), values = expand_latents(p, config, latents)
     q = jnp.concatenate(query, axis=-1)
     shared = jnp.broadcast_to(rope_key[:, :, None], (*k_nope.shape[:3], rope_key.shape[-1]))
     k = jnp.concatenate([k_nope, shared], axis=-1)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from mla_jax.attention.operands import HIGHEST
 from mla_jax.model.params import MLPParams
 
 # float32 means float32: on a GPU JAX would otherwise use TF32 for it. bf16 and fp16 products are not affected.
-einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+einsum = partial(jnp.einsum, precision=HIGHEST)
 
 
 def linear(x: Float[Array, "*n I"], weight: Float[Array, "O I"]) -> Float[Array, "*n O"]:

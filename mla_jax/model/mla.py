@@ -84,6 +84,24 @@ def expand_output(out: Float[Array, "B S H V"], w_uv: Float[Array, "H W V"]) -> 
     return einsum("bshv,hwv->bshw", out, w_uv)
 
 
+def expand_latents(
+    p: AttentionParams, config: MLAConfig, latents: Float[Array, "B T D"]
+) -> tuple[tuple[Float[Array, "B T H K"], Float[Array, "B T R"]], Float[Array, "B T H W"]]:
+    """The keys (per head without position, and the rotated part that heads share) and the values of cache rows."""
+    latent, rope_key = latents[..., : config.kv_lora_rank], latents[..., config.kv_lora_rank :]
+    return (einsum("btv,hkv->bthk", latent, p.w_uk), rope_key), einsum("btv,hwv->bthw", latent, p.w_uv)
+
+
+def plain_scores(
+    query: tuple[Float[Array, "B S H K"], Float[Array, "B S H R"]],
+    keys: tuple[Float[Array, "B T H K"], Float[Array, "B T R"]],
+) -> Float[Array, "B H S T"]:
+    """q · k of every query and key in the plain form, float32, not scaled."""
+    f32 = {"preferred_element_type": jnp.float32}
+    nope, rope = "bshk,bthk->bhst", "bshr,btr->bhst"
+    return einsum(nope, query[0], keys[0], **f32) + einsum(rope, query[1], keys[1], **f32)
+
+
 def plain_attention(
     p: AttentionParams,
     config: MLAConfig,
@@ -98,13 +116,8 @@ def plain_attention(
     query, key and head instead of 2·(2V + R), plus 2·V·(K + W) a key and head for the expansion. Temporaries:
     B·H·S·T float32 scores.
     """
-    q_nope, q_rope = query
-    latent, rope_key = latents[..., : config.kv_lora_rank], latents[..., config.kv_lora_rank :]
-    k_nope = einsum("btv,hkv->bthk", latent, p.w_uk)
-    values = einsum("btv,hwv->bthw", latent, p.w_uv)
-    f32 = {"preferred_element_type": jnp.float32}
-    scores = einsum("bshk,bthk->bhst", q_nope, k_nope, **f32) + einsum("bshr,btr->bhst", q_rope, rope_key, **f32)
-    scores = jnp.where(seen[:, None], scores * config.sm_scale, -jnp.inf)
+    keys, values = expand_latents(p, config, latents)
+    scores = jnp.where(seen[:, None], plain_scores(query, keys) * config.sm_scale, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0, lse)[..., None])
     return einsum("bhst,bthw->bshw", weights.astype(values.dtype), values), lse

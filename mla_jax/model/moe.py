@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mla_jax.attention.operands import HIGHEST
 from mla_jax.config import MoEConfig
 from mla_jax.model.layers import einsum, mlp
 from mla_jax.model.params import MoEParams, RouterParams
 
-HIGHEST = jax.lax.Precision.HIGHEST  # float32 means float32 on a GPU too
 _EXPERTS_IN_THE_MIDDLE = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(1,)
 )
