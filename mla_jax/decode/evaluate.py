@@ -16,6 +16,7 @@ from mla_jax.cache.pages import PagePool
 from mla_jax.config import MLAConfig
 from mla_jax.decode.generate import attention_implementation
 from mla_jax.errors import InputError
+from mla_jax.model.cache import create_cache
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import decode, lm_logits, prefill
 
@@ -70,7 +71,7 @@ def evaluate(
     batch = min(BATCH, len(windows))
     pages = WINDOW // PAGE_SIZE
     pool, _ = PagePool.create(1 + batch * pages, batch, pages).extend(jnp.full((batch,), WINDOW, jnp.int32))
-    cache = PagedKVCache.create(config.num_layers, 1 + batch * pages, config.latent_dim, kv_format)
+    cache = create_cache(params, config, 1 + batch * pages, kv_format)
     chosen = attention_implementation(config, params.embed.dtype, kv_format, implementation)
     nats = 0.0
     for first in progress(range(0, len(windows), batch)):

@@ -92,10 +92,15 @@ class MTPParams:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ModelParams:
-    """A whole model; `lm_head` is `embed` itself when the config ties them."""
+    """A whole model; `lm_head` is `embed` itself when the config ties them.
+
+    `kv_scales`, float32, are those of an `fp8_e4m3` latent cache: one per layer of the decoder, then one per MTP
+    module; None means 1. No other cache format uses them.
+    """
 
     embed: Float[Array, "vocab E"]
     layers: tuple[LayerParams, ...]
     norm: Float[Array, "E"]
     lm_head: Float[Array, "vocab E"]
     mtp: tuple[MTPParams, ...]
+    kv_scales: Float[Array, "layers"] | None = None
