@@ -5,6 +5,7 @@ is a row of 656 bytes: 512 values of e4m3, 4 float32 scales (one per 128 values)
 key, which is not quantized.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, DS_TILE, KVFormat, kv_format
+from mla_jax.cache import formats
+from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, DS_TILE, KVFormat
 from mla_jax.errors import InputError
 
 E4M3_MAX = 448.0  # JAX turns larger numbers into NaN, where torch saturates: clamp first
@@ -20,7 +22,7 @@ E4M3_MAX = 448.0  # JAX turns larger numbers into NaN, where torch saturates: cl
 
 def quantize_kv(
     x: Float[Array, "*n D"],
-    format_name: str,
+    kv_format: str,
     scale: float | Float[Array, ""] | None = None,
     *,
     power_of_two: bool = False,
@@ -33,7 +35,7 @@ def quantize_kv(
 
     Args:
         x: `[..., D]`; D is 576 for `fp8_ds_mla`, anything for the others.
-        format_name: `"bf16" | "fp16" | "fp32" | "fp8_e4m3" (alias "fp8") | "fp8_ds_mla"`.
+        kv_format: `"bf16" | "fp16" | "fp32" | "fp8_e4m3" (alias "fp8") | "fp8_ds_mla"`.
         scale: of `fp8_e4m3`, default 1; may be traced. None for the other formats.
         power_of_two: round the scales of `fp8_ds_mla` up to powers of two, the other convention in use.
 
@@ -44,16 +46,23 @@ def quantize_kv(
         ValueError: an unknown format, a scale where there is none or that is known not to be positive, a D that the
             format cannot hold.
 
-    Cost: one pass over x; XLA fuses it with what made x and with the write.
+    Cost: one pass over x, jitted; inside another jitted function XLA fuses it with what made x and with the write.
     """
-    chosen = kv_format(format_name)
+    chosen = formats.kv_format(kv_format)
     _check_scale(scale, chosen)
     x = jnp.asarray(x)
     if x.ndim == 0:
         raise InputError("x must be [..., D], got one number.")
     chosen.row_width(x.shape[-1])
+    return _quantize(x, _scale_or_one(scale), chosen=chosen, power_of_two=power_of_two)
+
+
+@partial(jax.jit, static_argnames=("chosen", "power_of_two"))
+def _quantize(
+    x: Float[Array, "*n D"], scale: Float[Array, ""], *, chosen: KVFormat, power_of_two: bool
+) -> Shaped[Array, "*n W"]:
     if chosen.name == "fp8_e4m3":
-        return _to_e4m3(x.astype(jnp.float32) / _scale_or_one(scale))
+        return _to_e4m3(x.astype(jnp.float32) / scale)
     if chosen.name != "fp8_ds_mla":
         return x.astype(chosen.dtype)
     tiles = x[..., :DS_LATENT].astype(jnp.float32).reshape(*x.shape[:-1], DS_LATENT // DS_TILE, DS_TILE)
@@ -65,7 +74,7 @@ def quantize_kv(
 
 def dequantize_kv(
     cache_rows: Shaped[Array, "*n W"],
-    format_name: str,
+    kv_format: str,
     scale: float | Float[Array, ""] | None = None,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "*n D"]:
@@ -73,14 +82,14 @@ def dequantize_kv(
 
     Args:
         cache_rows: `[..., D]` in the format's dtype, or uint8 `[..., 656]` for `fp8_ds_mla`.
-        format_name, scale: as for `quantize_kv`.
+        kv_format, scale: as for `quantize_kv`.
         dtype: of the result. Values are multiplied by their scale in float32; for bf16 the scales of `fp8_ds_mla` are
             rounded to bf16 first, as FlashMLA's kernel does, so that both give the same numbers.
 
     Raises:
         ValueError: as `quantize_kv`, or rows that are not of the format.
     """
-    chosen = kv_format(format_name)
+    chosen = formats.kv_format(kv_format)
     _check_scale(scale, chosen)
     is_ds_mla = chosen.name == "fp8_ds_mla"
     if cache_rows.dtype != chosen.dtype or (is_ds_mla and cache_rows.shape[-1] != DS_ROW):
@@ -89,13 +98,20 @@ def dequantize_kv(
             f"Rows in {chosen.name} must be {jnp.dtype(chosen.dtype).name}{width}, got "
             f"{cache_rows.dtype.name} {cache_rows.shape}."
         )
+    return _dequantize(cache_rows, _scale_or_one(scale), chosen=chosen, dtype=jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnames=("chosen", "dtype"))
+def _dequantize(
+    cache_rows: Shaped[Array, "*n W"], scale: Float[Array, ""], *, chosen: KVFormat, dtype: Any
+) -> Float[Array, "*n D"]:
     if chosen.name == "fp8_e4m3":
-        return (cache_rows.astype(jnp.float32) * _scale_or_one(scale)).astype(dtype)
-    if not is_ds_mla:
+        return (cache_rows.astype(jnp.float32) * scale).astype(dtype)
+    if chosen.name != "fp8_ds_mla":
         return cache_rows.astype(dtype)
     values = jax.lax.bitcast_convert_type(cache_rows[..., :DS_LATENT], jnp.float8_e4m3fn)
     scales = _from_bytes(cache_rows[..., DS_LATENT : DS_ROW - 2 * DS_ROPE], jnp.float32)
-    if jnp.dtype(dtype) == jnp.bfloat16:  # a cast and back would be optimized away
+    if dtype == jnp.bfloat16:  # a cast and back would be optimized away
         scales = jax.lax.reduce_precision(scales, exponent_bits=8, mantissa_bits=7)
     rope = _from_bytes(cache_rows[..., DS_ROW - 2 * DS_ROPE :], jnp.bfloat16)
     latent = values.astype(jnp.float32).reshape(*scales.shape, DS_TILE) * scales[..., None]
