@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mla_jax import __version__
-from mla_jax.cli import evaluate, generate, info, schedule
+from mla_jax.cli import calibrate, evaluate, generate, info, schedule
 from mla_jax.errors import InputError
 
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m mla_jax", description="MLA decode for JAX.")
     parser.add_argument("--version", action="version", version=f"mla_jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (generate, evaluate, info, schedule):
+    for command in (generate, evaluate, calibrate, info, schedule):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")

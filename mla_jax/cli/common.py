@@ -36,8 +36,8 @@ class Model:
     tokenizer: Tokenizer
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """--model, --dtype, --kv-format, --implementation, --json."""
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype, --json."""
     parser.add_argument("--model", metavar="DIR", help="DeepSeek checkpoint folder; default: the demo model")
     parser.add_argument(
         "--dtype",
@@ -45,6 +45,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the weights; auto is float32 on a CPU and bfloat16 elsewhere",
     )
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """--model, --dtype, --kv-format, --implementation, --json."""
+    add_checkpoint_options(parser)
     parser.add_argument(
         "--kv-format", default="bf16", metavar="FORMAT", help=f"of the cache: {', '.join(FORMATS)}; default bf16"
     )
@@ -53,7 +59,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run",
     )
-    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
 
 
 def load_model(args: argparse.Namespace) -> Model:

@@ -17,6 +17,7 @@ from mla_jax.config import MLAConfig
 from mla_jax.errors import InputError
 from mla_jax.hf_config import read_json_object
 from mla_jax.model.checkpoint import build_params, in_float32, named_tensors, tensor_shapes
+from mla_jax.model.kv_scales import SCALES_FILE, is_scale, read_kv_scales, write_kv_scales
 from mla_jax.model.params import ModelParams
 from mla_jax.model.tensor_file import StoredTensor, aligned_empty, read_header
 
@@ -38,6 +39,9 @@ def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAC
     dequantized. Names, shapes and file sizes are checked before the first weight is read. Peak memory: the loaded
     weights and one stored tensor.
 
+    Scales of an FP8 latent cache come from `kv_scales.json` (`python -m mla_jax calibrate` writes it), else from
+    `k_scale` tensors of vLLM, SGLang or ModelOpt, else there are none and they count as 1.
+
     Args:
         folder: holds `config.json` and `model.safetensors`, or shards with `model.safetensors.index.json`.
         dtype: of the loaded weights; routers stay in float32, since rounding them changes which experts are chosen.
@@ -58,12 +62,16 @@ def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAC
     stored = _stored_tensors(folder)
     config = _with_stored_mtp(config, stored, folder)
     _check_complete(config, stored, block_size, folder)
+    kv_scales = read_kv_scales(folder, config, stored)
     reader = _Reader(stored, block_size, dtype)
-    return config, build_params(config, reader.get, reader.get_experts)
+    return config, replace(build_params(config, reader.get, reader.get_experts), kv_scales=kv_scales)
 
 
 def save_checkpoint(folder: str | Path, config: MLAConfig, params: ModelParams, dtype: Any = jnp.bfloat16) -> None:
     """Writes a folder that `load_checkpoint` and Hugging Face transformers read. Routers are stored in float32.
+
+    Cache scales go to `kv_scales.json`, which transformers passes over; without any, one that is there is removed,
+    since it belonged to other weights.
 
     Raises ValueError for params that are not of the config, a dtype other than bf16, fp16 and fp32, and a folder that
     holds a checkpoint in shards.
@@ -84,6 +92,10 @@ def save_checkpoint(folder: str | Path, config: MLAConfig, params: ModelParams, 
         for name, tensor in named_tensors(config, params)
     }
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    if params.kv_scales is None:
+        (folder / SCALES_FILE).unlink(missing_ok=True)
+    else:
+        write_kv_scales(folder / SCALES_FILE, params.kv_scales)
 
 
 class _Reader:
@@ -203,5 +215,5 @@ def _check_complete(
             )
     tied = ["lm_head.weight"] if config.tie_word_embeddings else []
     for name in stored:
-        if name not in shapes and name not in tied and not IGNORED.fullmatch(name):
+        if name not in shapes and name not in tied and not IGNORED.fullmatch(name) and not is_scale(name):
             raise InputError(f"{stored[name].path}: tensor {name} is not part of the model that config.json describes.")
