@@ -118,9 +118,9 @@ def _checked(found: dict[int, float], config: MLAConfig, where: str) -> Float[Ar
             + (f", none for layer {missing[0]}" if missing else f", one of them for layer {max(found)}")
             + "; calibrate again."
         )
-    limits = np.finfo(np.float32)
+    smallest, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
     for layer, scale in found.items():
-        if not limits.tiny <= scale <= limits.max:  # NaN included
+        if not smallest <= scale <= largest:  # NaN too
             raise InputError(
                 f"{where}: the cache scale of layer {layer} is {scale:g}, expected a positive float32; calibrate again."
             )

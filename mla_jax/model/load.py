@@ -84,6 +84,8 @@ def save_checkpoint(folder: str | Path, config: MLAConfig, params: ModelParams, 
     shapes = {n: t.shape for n, t in jax.eval_shape(lambda p: dict(named_tensors(config, p)), params).items()}
     if shapes != tensor_shapes(config) or len(params.layers) != config.num_layers:
         raise InputError("params and config are not of one model: their tensors differ in name or shape.")
+    if params.kv_scales is not None and params.kv_scales.shape != (config.num_cache_layers,):
+        raise InputError(f"params.kv_scales must be [{config.num_cache_layers}], got {params.kv_scales.shape}.")
     folder.mkdir(parents=True, exist_ok=True)
     entries = {**config.to_hf(), "dtype": jnp.dtype(dtype).name}
     (folder / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
