@@ -1,4 +1,4 @@
-"""Three ways for a layer to attend: over its own tokens, in chunks over a paged cache, or decoding from it.
+"""Ways for a layer to attend: over its own tokens, in chunks over a paged cache, decoding from it, or as a draft tree.
 
 Each is a function (layer index, weights, query, latents, cache) → (value heads, cache), so that the decoder is
 written once.
@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.attention.api import mla_decode
+from mla_jax.attention.api import implementation_for, mla_decode
 from mla_jax.attention.merge import merge_states
+from mla_jax.attention.tree import add_nodes
+from mla_jax.cache.formats import PAGE_SIZE, kv_format
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
 from mla_jax.model.mla import absorb_query, expand_output, plain_attention
@@ -65,6 +67,45 @@ def attend_decode(
             implementation=implementation,
         )
         return expand_output(out, p.w_uv), cache
+
+    return attend
+
+
+def attend_tree(
+    config: MLAConfig,
+    block_table: Int[Array, "B M"],
+    prefix_lens: Int[Array, "B"],
+    seen: Bool[Array, "B S R"],
+    *,
+    schedule: Any = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Attend:
+    """S nodes of a tree whose rows stay out of the paged cache: over the prefix there, and the rows that each sees.
+
+    What such a layer gets and returns as its cache is a pair: the `PagedKVCache`, which it leaves as it is, and the
+    rows of the tree. It gets the `[B, R − S, D]` of earlier nodes and appends those of its own.
+    """
+
+    def attend(
+        layer: int, p: AttentionParams, query: Query, latents: Latents, cache: tuple[PagedKVCache, jax.Array]
+    ) -> tuple[jax.Array, tuple[PagedKVCache, jax.Array]]:
+        paged, earlier = cache
+        rows = jnp.concatenate([earlier, latents], axis=1)
+        q = absorb_query(*query, p.w_uk)
+        prefix = mla_decode(
+            q,
+            paged.layers[layer],
+            block_table,
+            prefix_lens,
+            d_v=config.kv_lora_rank,
+            sm_scale=config.sm_scale,
+            causal=False,
+            kv_scale=paged.scale(layer),
+            schedule=schedule,
+            implementation=implementation,
+        )
+        out, _ = add_nodes(prefix, q, rows, seen, logit_scale=config.sm_scale)
+        return expand_output(out, p.w_uv), (paged, rows)
 
     return attend
 
@@ -128,3 +169,13 @@ def _attend_prefix(
 def _causal(latents: Latents) -> Bool[Array, "B S S"]:
     num_requests, num_tokens, _ = latents.shape
     return jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (num_requests, num_tokens, num_tokens))
+
+
+def attention_implementation(
+    config: MLAConfig, dtype: Any, kv_format_name: str, wanted: str | Sequence[str] | None
+) -> str:
+    """The implementation of `mla_decode` that a model of this dtype and cache format will use here."""
+    query = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.latent_dim), dtype)
+    chosen = kv_format(kv_format_name)
+    cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, chosen.row_width(config.latent_dim)), chosen.dtype)
+    return implementation_for(wanted, query, cache)
