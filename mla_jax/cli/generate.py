@@ -60,6 +60,12 @@ def add_parser(commands: Any) -> None:
         metavar="TEXT",
         help=r"end at any of these characters; \n, \t and \xHH are understood; default: none",
     )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help="prompts that are decoded together at the most, the others join as these end; default 64",
+    )
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument(
         "--pages",
@@ -75,8 +81,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     prompts = _prompts(args)
-    if args.pages is not None and args.pages < 1:
-        raise InputError(f"--pages must be at least 1, got {args.pages}.")
+    for name in ("pages", "slots"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise InputError(f"--{name} must be at least 1, got {number}.")
     sampling = Sampling.create(args.temperature, args.top_k, args.top_p)
     kv_format(args.kv_format)  # refuse it before loading anything
     model = load_model(args)
@@ -86,6 +94,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_tokens=_stop_tokens(args.stop_bytes, model),
         kv_format=args.kv_format,
+        num_slots=args.slots,
         num_pages=_num_pages(args, model.config),
         implementation=args.implementation,
     )
@@ -198,6 +207,7 @@ def _report(prompts: list[str], model: Model, settings: Settings, result: Genera
     return {
         "sequences": sequences,
         "steps": result.steps,
+        "shared_prompt_tokens": result.shared_tokens,
         "tokens_per_second": round(result.tokens_per_second, 1),
         "prefill_seconds": round(result.prefill_seconds, 3),
         "decode_seconds": round(result.seconds, 3),
@@ -230,8 +240,8 @@ def _print(report: dict[str, Any], result: Generation) -> None:
                 "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
                 "attention": f"{report['implementation']}, cache in {report['kv_format']}",
                 "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s",
-                "before that": f"{report['prefill_seconds']:.2f} s to compile and run prefill, "
-                f"{report['compile_seconds']:.2f} s to compile the step",
+                "beside that": f"{report['compile_seconds']:.2f} s to compile, "
+                f"{report['prefill_seconds']:.2f} s of prefill",
                 "speed": f"{report['tokens_per_second']:.1f} tokens/s",
                 "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
                 "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",

@@ -1,4 +1,8 @@
-"""One decode step, and one step of prefill, as pure functions that never read the device."""
+"""One decode step, and one step of prefill, as pure functions that never read the device.
+
+Both run some of a state's N slots: `slots` int32 `[b]` names them, and N in place of a slot is padding. So the model
+computes b rows, whatever N is, and one executable per b (a bucket) serves every set of slots.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
-from mla_jax.decode.sampling import Sampling, sample
+from mla_jax.decode.sampling import sample
 from mla_jax.decode.state import DecodeState, Status
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import decode, lm_logits, prefill
@@ -19,68 +22,112 @@ from mla_jax.model.transformer import decode, lm_logits, prefill
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:
-    """What a step tells the host: int32 `[N]` tokens, −1 where none came, each slot's status after it, pages in use."""
+    """What a step tells the host of its b rows.
 
-    tokens: Int[Array, "N"]
-    status: Int[Array, "N"]
+    Attributes:
+        tokens: int32 `[b, K]`, the new tokens of each row, −1 behind the last. K is 1 without speculation.
+        status: int32 `[b]`, of each row's slot after the step; `Status.EMPTY` for padding.
+        pages: pages in use by all slots, at the most in this step.
+    """
+
+    tokens: Int[Array, "b K"]
+    status: Int[Array, "b"]
     pages: Int[Array, ""]
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("config", "greedy", "implementation"), donate_argnames=("state",))
 def decode_step(
     params: ModelParams,
     state: DecodeState,
-    sampling: Sampling,
-    stops: Bool[Array, "vocab"],
+    slots: Int[Array, "b"],
     *,
     config: MLAConfig,
+    greedy: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[DecodeState, Emitted]:
-    """Feeds each running slot's last token and emits its next.
+    """Feeds the last token of each running slot among `slots` and emits its next.
 
-    Slots that do not run are padding: they point at the reserved page 0 with length 1 and change nothing. A slot
-    that gets no page ends with `Status.PAGES`. A slot that ends, for whatever reason, gives its pages back at once,
-    so that others can grow into them. Lengths, pages and tokens stay on the device.
+    Rows whose slot does not run are padding: they point at the reserved page 0 with length 1 and change nothing. A
+    slot that gets no page ends with `Status.PAGES`. A slot that ends, for whatever reason, gives its pages back at
+    once, so that others can grow into them. Lengths, pages and tokens stay on the device.
+
+    Args:
+        slots: int32 `[b]`, different slots, or N for padding.
+        greedy: no slot among them samples, see `sample`.
     """
-    running = state.status == Status.RUNNING
-    pool, ok = state.pool.extend(state.pool.kv_lens + running.astype(jnp.int32))
-    live = running & ok
+    running = is_running(state, slots)
+    pool, ok = state.pool.extend(state.pool.kv_lens + on_slots(state, slots, running))
+    live = running & rows_of(ok, slots)
     hidden, cache = decode(
         params,
         config,
-        state.last_tokens[:, None],
-        jnp.where(live, pool.kv_lens, 1),
-        jnp.where(live[:, None], pool.block_table, 0),
+        rows_of(state.last_tokens, slots)[:, None],
+        jnp.where(live, rows_of(pool.kv_lens, slots), 1),
+        jnp.where(live[:, None], rows_of(pool.block_table, slots), 0),
         state.cache,
         implementation=implementation,
     )
-    keys = jax.vmap(jax.random.fold_in)(state.keys, pool.kv_lens)
-    tokens = sample(lm_logits(params, hidden[:, 0]), keys, sampling)
-    remaining = state.remaining - live.astype(jnp.int32)
-    status = jnp.where(running & ~ok, Status.PAGES, state.status)
+    logits = lm_logits(params, hidden[:, 0])
+    keys = jax.vmap(jax.random.fold_in)(rows_of(state.keys, slots), rows_of(pool.kv_lens, slots))
+    tokens = sample(logits, keys, jax.tree.map(lambda x: rows_of(x, slots), state.sampling), greedy=greedy)
+    remaining = rows_of(state.remaining, slots) - live.astype(jnp.int32)
+    stopped = jnp.any(tokens[:, None] == rows_of(state.stops, slots), axis=1)
+    status = jnp.where(running & ~live, Status.PAGES, rows_of(state.status, slots))
     status = jnp.where(live & (remaining == 0), Status.LENGTH, status)
-    status = jnp.where(live & stops[tokens], Status.STOP, status).astype(jnp.int32)
-    state = replace(
+    status = jnp.where(live & stopped, Status.STOP, status).astype(jnp.int32)
+    ended = on_slots(state, slots, running & (status != Status.RUNNING)) > 0
+    after = replace(
         state,
-        pool=pool.release(running & (status != Status.RUNNING)),
+        pool=pool.release(ended),
         cache=cache,
-        remaining=remaining,
-        status=status,
-        last_tokens=jnp.where(live, tokens, state.last_tokens),
+        remaining=put_rows(state.remaining, slots, remaining),
+        status=put_rows(state.status, slots, status),
+        last_tokens=put_rows(state.last_tokens, slots, jnp.where(live, tokens, rows_of(state.last_tokens, slots))),
     )
-    return state, Emitted(jnp.where(live, tokens, -1), status, pool.num_live)
+    status = jnp.where(slots < state.status.shape[0], status, Status.EMPTY).astype(jnp.int32)
+    return after, Emitted(jnp.where(live, tokens, -1)[:, None], status, pool.num_live)
 
 
-@partial(jax.jit, static_argnames=("config",), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
 def prefill_step(
     params: ModelParams,
-    cache: PagedKVCache,
-    tokens: Int[Array, "N S"],
-    counts: Int[Array, "N"],
-    prefix_lens: Int[Array, "N"],
-    block_table: Int[Array, "N M"],
+    state: DecodeState,
+    slots: Int[Array, "b"],
+    tokens: Int[Array, "b S"],
+    counts: Int[Array, "b"],
+    prefix_lens: Int[Array, "b"],
     *,
     config: MLAConfig,
-) -> PagedKVCache:
-    """Leaves the latents of the next counts[n] prompt tokens of each slot in the cache; see `prefill`."""
-    return prefill(params, config, tokens, counts, prefix_lens, block_table, cache)[1]
+) -> DecodeState:
+    """Leaves the latents of the next counts[i] prompt tokens of each slot in the cache; see `prefill`.
+
+    A slot whose prompt is then all in the cache runs. Slots that are not being prefilled are padding.
+    """
+    waiting = (slots < state.status.shape[0]) & (rows_of(state.status, slots) == Status.PREFILL)
+    counts = jnp.where(waiting, counts, 0)
+    table = jnp.where(waiting[:, None], rows_of(state.pool.block_table, slots), 0)
+    prefix_lens = jnp.where(waiting, prefix_lens, 0)
+    _, cache = prefill(params, config, tokens, counts, prefix_lens, table, state.cache)
+    complete = waiting & (prefix_lens + counts >= rows_of(state.pool.kv_lens, slots))
+    status = jnp.where(complete, Status.RUNNING, rows_of(state.status, slots)).astype(jnp.int32)
+    return replace(state, cache=cache, status=put_rows(state.status, slots, status))
+
+
+def is_running(state: DecodeState, slots: Int[Array, "b"]) -> Bool[Array, "b"]:
+    """Which rows of a step have a running slot."""
+    return (slots < state.status.shape[0]) & (rows_of(state.status, slots) == Status.RUNNING)
+
+
+def rows_of(values: Array, slots: Int[Array, "b"]) -> Array:
+    """Rows of a `[N, …]` array for the rows of a step; those of padding mean nothing."""
+    return values.at[slots].get(mode="clip")
+
+
+def put_rows(values: Array, slots: Int[Array, "b"], rows: Array) -> Array:
+    """The `[N, …]` array with the rows of a step put back; those of padding are dropped."""
+    return values.at[slots].set(rows, mode="drop")
+
+
+def on_slots(state: DecodeState, slots: Int[Array, "b"], values: Array) -> Int[Array, "N"]:
+    """One int32 per slot: the values of a step's rows, 0 for other slots."""
+    return put_rows(jnp.zeros_like(state.status), slots, values.astype(jnp.int32))

@@ -24,10 +24,11 @@ def test_restrict_keeps_what_a_plain_loop_keeps(top_k: int, top_p: float) -> Non
         assert set(np.flatnonzero(mask).tolist()) == expected
 
 
-def test_greedy_takes_the_best_and_needs_no_key_to_differ() -> None:
+@pytest.mark.parametrize("greedy", [False, True])
+def test_temperature_zero_takes_the_best(greedy: bool) -> None:
     logits = jnp.asarray([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
     keys = jax.random.split(jax.random.key(0), 2)
-    assert sample(logits, keys, Sampling.create()).tolist() == [1, 0]
+    assert sample(logits, keys, Sampling.create(), greedy=greedy).tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
@@ -39,6 +40,16 @@ def test_frequencies_follow_the_tempered_distribution(temperature: float) -> Non
     expected = np.asarray(jax.nn.softmax(logits / temperature)) * draws
     chi2 = np.sum((np.bincount(tokens, minlength=5) - expected) ** 2 / expected)
     assert chi2 < 23.5  # χ², 4 degrees of freedom, p = 1e-4
+
+
+def test_each_row_has_its_own_numbers() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (4, 17)).astype(np.float32))
+    rows = [(0.0, 0, 1.0), (0.7, 3, 1.0), (1e-30, 0, 0.5), (2.0, 0, 0.6)]
+    keys = jax.random.split(jax.random.key(1), 4)
+    together = sample(logits, keys, Sampling(*(jnp.asarray(x) for x in zip(*rows, strict=True))))
+    for i, row in enumerate(rows):
+        assert sample(logits[i : i + 1], keys[i : i + 1], Sampling.create(*row)).tolist() == [int(together[i])]
+    assert together[0] == jnp.argmax(logits[0]) and together[2] == jnp.argmax(logits[2])
 
 
 @pytest.mark.parametrize(

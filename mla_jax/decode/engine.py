@@ -1,0 +1,361 @@
+"""Continuous batching: requests join and leave a running batch between its steps.
+
+The host decides who runs, and the device decides everything else. The host learns what a step emitted LAG steps
+later, so that the device never waits for it; only when a request could join does it catch up first, because it
+then has to know how many pages are free.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
+
+from mla_jax.cache.formats import PAGE_SIZE
+from mla_jax.config import MLAConfig
+from mla_jax.decode.graphs import Graphs, check_buckets, default_buckets
+from mla_jax.decode.request import Request, Update, check_request, common_prefix, pages_for
+from mla_jax.decode.state import Entry, Status, cancel, empty_state, enter
+from mla_jax.decode.step import Emitted
+from mla_jax.errors import InputError
+from mla_jax.model.attend import attention_implementation
+from mla_jax.model.cache import create_cache
+from mla_jax.model.params import ModelParams
+
+LAG = 2  # steps that the host reads behind the device
+PREFILL_CHUNKS = (32, 128)  # tokens of each prompt per step of prefill
+
+
+@dataclass(eq=False)
+class _Live:
+    """A request in a slot, as far as the host knows."""
+
+    id: int
+    request: Request
+    slot: int
+    prompt: np.ndarray
+    filled: int  # prompt tokens that are in the cache, or will be after the steps under way
+    steps: int = 0  # of decoding, read or not; each emits a token or more
+    emitted: int = 0
+    ended: bool = False
+
+    @property
+    def needs_prefill(self) -> bool:
+        return not self.ended and self.filled < self.request.prefill_len
+
+    @property
+    def runs(self) -> bool:
+        return not self.ended and not self.needs_prefill and self.steps < self.request.max_new_tokens
+
+    @property
+    def growth(self) -> int:
+        """Pages that it may still ask for."""
+        return self.request.most_pages - pages_for(self.request.prefill_len + self.emitted)
+
+
+@dataclass
+class Stats:
+    """What an engine has done so far.
+
+    Attributes:
+        decode_steps, prefill_steps: run.
+        shared_tokens: prompt tokens that were forked and not computed.
+        most_pages: in use at any time.
+        prefill_seconds: of prefill while nothing was being decoded, which the host waits for.
+        compile_seconds: of all steps.
+    """
+
+    decode_steps: int = 0
+    prefill_steps: int = 0
+    shared_tokens: int = 0
+    most_pages: int = 0
+    prefill_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+@dataclass
+class _Queues:
+    waiting: dict[int, Request] = field(default_factory=dict)  # by id, oldest first
+    live: dict[int, _Live] = field(default_factory=dict)  # by id
+    unread: deque[tuple[list[_Live], Emitted]] = field(default_factory=deque)
+
+
+class Engine:
+    """Decodes requests as they come, in up to num_slots slots over one pool of pages.
+
+    A request is admitted, oldest first, when a slot is free and the pool holds all the pages that it and those who
+    run may ever need, so that none ends for want of pages. A prompt that begins like that of a running request, for
+    a page or more, shares those pages and does not compute them again.
+
+    Args:
+        params, config: of the model.
+        num_slots: requests that decode together at the most.
+        num_pages: of the pool, the reserved page 0 included; None takes what num_slots requests of max_seq_len need.
+        max_seq_len: prompt and new tokens of one request at the most; None takes the model's max_position.
+        kv_format: of the cache.
+        implementation: as for `mla_decode`.
+        buckets: batch sizes to compile steps for, of which the largest is num_slots; None takes 1, 4, 16, ….
+        prefill_chunk: prompt tokens of each request per step of prefill.
+        max_stop_tokens: that a request may have.
+
+    Raises:
+        ValueError: sizes that fit nothing, an unknown format.
+        NotImplementedError: the implementation or format cannot run here.
+    """
+
+    def __init__(
+        self,
+        params: ModelParams,
+        config: MLAConfig,
+        *,
+        num_slots: int = 16,
+        num_pages: int | None = None,
+        max_seq_len: int | None = None,
+        kv_format: str = "bf16",
+        implementation: str | Sequence[str] | None = None,
+        buckets: Sequence[int] | None = None,
+        prefill_chunk: int = PREFILL_CHUNKS[-1],
+        max_stop_tokens: int = 8,
+    ):
+        for name, size in (("num_slots", num_slots), ("prefill_chunk", prefill_chunk)):
+            if size < 1:
+                raise InputError(f"{name} must be at least 1, got {size}.")
+        longest = config.max_position if max_seq_len is None else max_seq_len
+        if not 1 <= longest <= config.max_position:
+            raise InputError(f"max_seq_len must be from 1 to the model's {config.max_position}, got {max_seq_len}.")
+        if num_pages is None:
+            num_pages = 1 + num_slots * pages_for(longest)
+        elif num_pages < 2:
+            raise InputError(f"num_pages must be at least 2 (page 0 is reserved), got {num_pages}.")
+        self.config = config
+        self.max_seq_len = longest
+        self.pages_total = num_pages - 1
+        self.max_stop_tokens = max(max_stop_tokens, 1)
+        self.stats = Stats()
+        self._graphs = Graphs(
+            params,
+            config,
+            attention_implementation(config, params.embed.dtype, kv_format, implementation),
+            default_buckets(num_slots) if buckets is None else check_buckets(buckets, num_slots),
+            tuple(sorted({c for c in PREFILL_CHUNKS if c < prefill_chunk} | {prefill_chunk})),
+        )
+        self._state = empty_state(
+            create_cache(params, config, num_pages, kv_format), num_slots, pages_for(longest), self.max_stop_tokens
+        )
+        self._free_slots = list(range(num_slots))
+        self._q = _Queues()
+        self._next_id = 0
+        self._may_admit = False  # something has changed since admission last failed
+        self._running_slots: tuple[tuple[int, ...], jax.Array] | None = None
+
+    @property
+    def implementation(self) -> str:
+        """Of `mla_decode`."""
+        return self._graphs.implementation
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs, or tokens are still to be read."""
+        return bool(self._q.waiting or self._q.live or self._q.unread)
+
+    @property
+    def pages_free(self) -> int:
+        """Of the pool, after the steps under way. Waits for them."""
+        return int(self._state.pool.num_free)
+
+    def compile(self, *, sampled: bool = False) -> float:
+        """Compiles the steps of all buckets ahead of time: greedy ones, or also those that sample.
+
+        Without it each is compiled when it is first needed. Returns the seconds spent.
+        """
+        graphs, slots = self._graphs, self._state.status.shape[0]
+        before = graphs.compile_seconds
+        for rows in graphs.buckets:
+            padding = np.full((rows,), slots, np.int32)
+            for greedy in (True, False) if sampled else (True,):
+                self._state, _ = graphs.decode(self._state, jax.device_put(padding), greedy)
+            none = np.zeros((rows,), np.int32)
+            for chunk in graphs.chunks:
+                self._state = graphs.prefill(self._state, padding, np.zeros((rows, chunk), np.int32), none, none)
+        self.stats.compile_seconds = graphs.compile_seconds
+        return graphs.compile_seconds - before
+
+    def submit(self, request: Request, what: str = "The prompt") -> int:
+        """Queues a request and returns its id: 0, 1, 2, … in the order of submission.
+
+        Raises ValueError with what is wrong with it, or why it could never fit; nothing is queued then. `what` is how
+        the sentence names the prompt.
+        """
+        check_request(request, self.config, what)
+        self._check_fits(request, what)
+        number, self._next_id = self._next_id, self._next_id + 1
+        self._q.waiting[number] = request if request.stream is not None else replace(request, stream=number)
+        self._may_admit = True
+        return number
+
+    def cancel(self, request: int) -> bool:
+        """Ends a request that waits or runs; its pages are free at once. False if it has ended already.
+
+        Its last update, with finish_reason "cancelled", is this call's: `step` yields no more of it.
+        """
+        if self._q.waiting.pop(request, None) is not None:
+            self._may_admit = True
+            return True
+        live = self._q.live.get(request)
+        if live is None:
+            return False
+        mask = np.arange(self._state.status.shape[0]) == live.slot
+        self._state = cancel(self._state, mask)
+        self._leave(live)
+        return True
+
+    def step(self) -> list[Update]:
+        """Admits who can join, then runs a step of prefill, if any prompt needs it, and one of decoding.
+
+        Returns what has become known: the tokens of a step come back LAG steps later.
+        """
+        updates = []
+        if self._q.waiting and self._free_slots and self._may_admit:
+            while self._q.unread:
+                updates += self._read()
+            self._admit()
+        self._prefill()
+        running = [live for live in self._q.live.values() if live.runs]
+        if running:
+            self._decode(running)
+        while len(self._q.unread) > (LAG if running else 0):
+            updates += self._read()
+        self.stats.compile_seconds = self._graphs.compile_seconds
+        return updates
+
+    def run(self) -> Iterator[Update]:
+        """Steps until nothing waits or runs, and yields the updates as they come."""
+        while self.busy:
+            yield from self.step()
+
+    def _check_fits(self, request: Request, what: str) -> None:
+        tokens = len(request.prompt) + request.max_new_tokens
+        if tokens > self.max_seq_len:
+            raise InputError(
+                f"{what} has {len(request.prompt)} tokens; with {request.max_new_tokens} new ones it would exceed "
+                f"the engine's max_seq_len of {self.max_seq_len}."
+            )
+        if request.most_pages > self.pages_total:
+            raise InputError(
+                f"{what} has {len(request.prompt)} tokens; with {request.max_new_tokens} new ones it may need "
+                f"{request.most_pages} pages of {PAGE_SIZE} tokens, but the pool has {self.pages_total}; give it more "
+                f"pages, or ask for less."
+            )
+        if len(request.stop_tokens) > self.max_stop_tokens:
+            raise InputError(
+                f"The request has {len(request.stop_tokens)} stop tokens; the engine's max_stop_tokens is "
+                f"{self.max_stop_tokens}."
+            )
+
+    def _admit(self) -> None:
+        """Lets waiting requests join, oldest first, until one does not fit. Reads the device once."""
+        free = self.pages_free - sum(live.growth for live in self._q.live.values())
+        self._may_admit = False
+        for number, request in list(self._q.waiting.items()):
+            if not self._free_slots:
+                return
+            prompt = np.asarray(request.prompt, np.int64)
+            source, shared = self._shared_prefix(prompt)
+            if source is not None and source.filled < shared:
+                self._may_admit = True  # as soon as that prompt is in the cache
+                continue
+            need = request.most_pages - shared // PAGE_SIZE
+            if need > free:
+                return
+            free -= need
+            del self._q.waiting[number]
+            self._enter(number, request, prompt, source, shared)
+
+    def _shared_prefix(self, prompt: np.ndarray) -> tuple[_Live | None, int]:
+        """Who has the longest common prefix of at least a page, and its length; (None, 0) if nobody has."""
+        best: tuple[_Live | None, int] = (None, 0)
+        for live in self._q.live.values():
+            shared = common_prefix(prompt[:-1], live.prompt[:-1])
+            if shared >= PAGE_SIZE and shared > best[1]:
+                best = (live, shared)
+        return best
+
+    def _enter(self, number: int, request: Request, prompt: np.ndarray, source: _Live | None, shared: int) -> None:
+        slot = self._free_slots.pop(0)
+        entry = Entry(
+            prompt_len=request.prefill_len,
+            last_token=request.prompt[-1],
+            max_new_tokens=request.max_new_tokens,
+            seed=request.seed,
+            stream=request.stream,
+            sampling=request.sampling,
+            stops=[*request.stop_tokens, *[-1] * (self.max_stop_tokens - len(request.stop_tokens))],
+            source=slot if source is None else source.slot,
+            shared=shared,
+        )
+        self._state = enter(self._state, np.int32(slot), entry.on_host())
+        self._q.live[number] = _Live(number, request, slot, prompt, shared)
+        self.stats.shared_tokens += shared
+
+    def _prefill(self) -> None:
+        """One chunk of every prompt that is not all in the cache."""
+        todo = [live for live in self._q.live.values() if live.needs_prefill]
+        if not todo:
+            return
+        chunk = self._graphs.chunk(max(live.request.prefill_len - live.filled for live in todo))
+        rows = self._graphs.bucket(len(todo))
+        slots = np.full((rows,), self._state.status.shape[0], np.int32)
+        tokens = np.zeros((rows, chunk), np.int32)
+        counts, prefix_lens = np.zeros((rows,), np.int32), np.zeros((rows,), np.int32)
+        for row, live in enumerate(todo):
+            part = live.prompt[live.filled : min(live.filled + chunk, live.request.prefill_len)]
+            slots[row], prefix_lens[row], counts[row] = live.slot, live.filled, len(part)
+            tokens[row, : len(part)] = part
+            live.filled += len(part)
+        compiled, started = self._graphs.compile_seconds, time.perf_counter()
+        self._state = self._graphs.prefill(self._state, slots, tokens, counts, prefix_lens)
+        self.stats.prefill_steps += 1
+        if not self._q.unread:
+            jax.block_until_ready(self._state)
+            spent = time.perf_counter() - started - (self._graphs.compile_seconds - compiled)
+            self.stats.prefill_seconds += spent
+
+    def _decode(self, running: list[_Live]) -> None:
+        rows = self._graphs.bucket(len(running))
+        padding = [self._state.status.shape[0]] * (rows - len(running))
+        slots = (*(live.slot for live in running), *padding)
+        if self._running_slots is None or self._running_slots[0] != slots:
+            self._running_slots = slots, jax.device_put(np.asarray(slots, np.int32))
+        greedy = all(live.request.sampling.temperature == 0 for live in running)
+        self._state, emitted = self._graphs.decode(self._state, self._running_slots[1], greedy)
+        jax.tree.map(lambda x: x.copy_to_host_async(), emitted)
+        self._q.unread.append((running, emitted))
+        for live in running:
+            live.steps += 1
+        self.stats.decode_steps += 1
+
+    def _read(self) -> list[Update]:
+        """What the oldest unread step emitted. Waits for it."""
+        rows, on_device = self._q.unread.popleft()
+        emitted = jax.device_get(on_device)
+        self.stats.most_pages = max(self.stats.most_pages, int(emitted.pages))
+        updates = []
+        for live, tokens, status in zip(rows, emitted.tokens.tolist(), emitted.status.tolist(), strict=False):
+            if live.ended:
+                continue
+            new = [t for t in tokens if t >= 0]
+            live.emitted += len(new)
+            reason = None if status == Status.RUNNING else Status(status).name.lower()
+            if reason is not None:
+                self._leave(live)
+            if new or reason is not None:
+                updates.append(Update(live.id, new, reason))
+        return updates
+
+    def _leave(self, live: _Live) -> None:
+        live.ended = True
+        del self._q.live[live.id]
+        self._free_slots.append(live.slot)
+        self._may_admit = True
