@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from mla_jax.cache.formats import kv_format
-from mla_jax.cli.common import add_model_options, load_model, progress_bar, table
-from mla_jax.decode.evaluate import evaluate
+from mla_jax.cli.common import Model, add_model_options, load_model, progress_bar, table
+from mla_jax.decode.evaluate import Score, evaluate
 from mla_jax.demo import HELDOUT
 from mla_jax.errors import InputError
 
@@ -20,13 +20,17 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser("evaluate", help="bits per byte of a text")
     parser.add_argument("file", nargs="?", help="text file; default: the demo model's held-out sample")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="score only the first N bytes of the text")
+    parser.add_argument(
+        "--against", metavar="FORMAT", help="score with this cache format too, and tell how often both predict the same"
+    )
     add_model_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    kv_format(args.kv_format)  # refuse it before loading anything
+    for name in (args.kv_format, args.against or "bf16"):
+        kv_format(name)  # refuse it before loading anything
     if args.max_bytes is not None and args.max_bytes < 1:
         raise InputError(f"--max-bytes must be at least 1, got {args.max_bytes}.")
     path = HELDOUT if args.file is None else Path(args.file)
@@ -37,18 +41,19 @@ def run(args: argparse.Namespace) -> None:
     model = load_model(args)
     tokens = model.tokenizer.encode(data.decode("utf-8", errors="surrogateescape"))
     started = time.perf_counter()
-    score = evaluate(
-        model.params,
-        model.config,
-        tokens,
-        len(data) / max(len(tokens), 1),
-        kv_format=args.kv_format,
-        implementation=args.implementation,
-        progress=lambda batches: progress_bar(batches, unit="batch"),
-    )
+    score = _score(args, model, tokens, len(data), args.kv_format)
+    compared = {}
+    if args.against is not None:
+        other = _score(args, model, tokens, len(data), args.against)
+        compared = {
+            "top1_agreement": round(score.top1_agreement(other), 5),
+            "against": kv_format(args.against).name,
+            "bits_per_byte_against": round(other.bits_per_byte, 4),
+        }
     report = {
         "bits_per_byte": round(score.bits_per_byte, 4),
         "bits_per_token": round(score.bits_per_token, 4),
+        **compared,
         "scored_tokens": score.scored_tokens,
         "windows": score.windows,
         "text": path.name,
@@ -63,3 +68,15 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(report))
     else:
         print(table({name.replace("_", " "): str(value) for name, value in report.items()}))
+
+
+def _score(args: argparse.Namespace, model: Model, tokens: list[int], num_bytes: int, name: str) -> Score:
+    return evaluate(
+        model.params,
+        model.config,
+        tokens,
+        num_bytes / max(len(tokens), 1),
+        kv_format=name,
+        implementation=args.implementation,
+        progress=lambda batches: progress_bar(batches, unit="batch"),
+    )
