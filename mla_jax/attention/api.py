@@ -10,9 +10,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.attention import reference, xla
+from mla_jax.attention.mosaic_gpu import requirements
 from mla_jax.attention.operands import FP8_DTYPES, out_dtype
 from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, PAGE_SIZE
 from mla_jax.errors import InputError
+from mla_jax.schedule import TileSchedule
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -21,25 +23,41 @@ DTYPES = ("bfloat16", "float16", "float32")
 class Implementation:
     """One way to compute `mla_decode`.
 
-    `cannot_run` says in one sentence why this machine, or a call with these arrays, is out of reach; None means it
-    can run. Called with no arrays it speaks of the machine alone.
+    `cannot_run(q, kv_cache, d_v=…, tree_mask=…)` says in one sentence why this machine, or such a call, is out of
+    reach; None means it can run. Called with no arrays it speaks of the machine alone. `schedule(q, kv_lens)` makes
+    what `decode` takes as `schedule`; None for an implementation that takes none.
     """
 
     name: str
     cannot_run: Callable[..., str | None]
     decode: Callable[..., tuple[jax.Array, jax.Array]]
+    schedule: Callable[[Any, jax.Array], TileSchedule] | None = None
 
 
-def _runs_anywhere(q: jax.Array | None = None, kv_cache: jax.Array | None = None) -> str | None:
+def _runs_anywhere(*_: Any, **__: Any) -> str | None:
     return None
 
 
 def _missing(what: str) -> Callable[..., str | None]:
-    return lambda q=None, kv_cache=None: what
+    return lambda *_, **__: what
 
 
 def _never(*_: Any, **__: Any) -> tuple[jax.Array, jax.Array]:
     raise AssertionError("cannot_run must have refused this")
+
+
+def _mosaic_gpu_decode(
+    *arrays: jax.Array, logit_scale: jax.Array, value_scale: None, d_v: int, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    from mla_jax.attention.mosaic_gpu import launch  # Pallas takes a while to load
+
+    return launch.decode(*arrays, logit_scale=logit_scale, **options)
+
+
+def _mosaic_gpu_schedule(q: Any, kv_lens: jax.Array) -> TileSchedule:
+    from mla_jax.attention.mosaic_gpu import launch
+
+    return launch.schedule_for(q, kv_lens)
 
 
 _STATIC = ("d_v", "causal")
@@ -47,7 +65,7 @@ _STATIC = ("d_v", "causal")
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
-        Implementation("mosaic_gpu", _missing("the Hopper kernel has not passed its tests on a GPU yet"), _never),
+        Implementation("mosaic_gpu", requirements.cannot_run, _mosaic_gpu_decode, _mosaic_gpu_schedule),
         Implementation("flash_mla", _missing("the call into FlashMLA is not part of this version"), _never),
         Implementation("xla", _runs_anywhere, jax.jit(xla.decode, static_argnames=_STATIC)),
         Implementation("reference", _runs_anywhere, jax.jit(reference.decode, static_argnames=_STATIC)),
@@ -67,7 +85,7 @@ def mla_decode(
     tree_mask: Bool[Array, "B S S"] | None = None,
     q_scale: float | Float[Array, ""] | None = None,
     kv_scale: float | Float[Array, ""] | None = None,
-    schedule: Any = None,
+    schedule: TileSchedule | None = None,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
     """Multi-head latent attention of a few new tokens over a paged cache of latents.
@@ -92,7 +110,8 @@ def mla_decode(
             tree_mask[b, j, i]; earlier keys are all seen.
         q_scale: factor of q in the logits, default 1; may be traced.
         kv_scale: factor of a float8_e4m3fn cache, default 1; may be traced. None for the others.
-        schedule: a `TileSchedule` for kernels that split the work by one; the others ignore it.
+        schedule: how kernels divide the work, from `step_schedule`: the same for all layers of a step. None makes one
+            for this call; implementations that need none ignore it.
         implementation: None takes the fastest that can run, a name insists on one of `"mosaic_gpu"`,
             `"flash_mla"`, `"xla"`, `"reference"`, a sequence of names takes the first that can.
 
@@ -107,16 +126,19 @@ def mla_decode(
     Cost: reads Σ kv_lens · D numbers once and does 2·S·H·(D + d_v)·Σ kv_lens FLOP, in kernels that skip what is
     past a request's length; `"xla"` walks all requests to the longest and holds B·512·(D + S·H) numbers at a time.
 
-    Differentiable forward and backward with `"reference"`, forward only with `"xla"`, whose loop has no fixed length.
+    Differentiable forward and backward with `"reference"`, forward only with `"xla"`, whose loop has no fixed length,
+    not at all with `"mosaic_gpu"`.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; the masks and the cache layout are FlashMLA's.
     """
     _check_arrays(q, kv_cache, block_table, kv_lens, d_v)
     _check_tree_mask(tree_mask, q)
     _check_options(causal, sm_scale=sm_scale, q_scale=q_scale, kv_scale=kv_scale)
+    if not isinstance(schedule, TileSchedule | None):
+        raise InputError(f"schedule must be a TileSchedule or None, got {type(schedule).__name__}.")
     if kv_scale is not None and kv_cache.dtype != jnp.float8_e4m3fn:
         raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale per tensor.")
-    chosen = _choose(implementation, q, kv_cache)
+    chosen = _choose(implementation, q, kv_cache, d_v=int(d_v), tree_mask=tree_mask)
     num_requests, num_queries, num_heads, _ = q.shape
     if num_requests == 0:
         empty = jnp.zeros((0, num_queries, num_heads, d_v), out_dtype(q))
@@ -136,7 +158,28 @@ def mla_decode(
         d_v=int(d_v),
         causal=bool(causal),
         tree_mask=tree_mask,
+        **({} if chosen.schedule is None else {"schedule": schedule}),
     )
+
+
+def step_schedule(
+    implementation: str | Sequence[str] | None,
+    q: jax.ShapeDtypeStruct,
+    kv_cache: jax.ShapeDtypeStruct,
+    kv_lens: Int[Array, "B"],
+) -> TileSchedule | None:
+    """What all layers of a step with these lengths share: `mla_decode(…, schedule=…)`. Nothing is read by the host.
+
+    Args:
+        implementation: as for `mla_decode`.
+        q: shape and dtype of the layers' queries; arrays will do.
+        kv_cache: shape and dtype of their caches.
+        kv_lens: int32 `[B]`, as for `mla_decode`.
+
+    Returns None if the implementation that will be chosen divides no work by a schedule.
+    """
+    make = _choose(implementation, q, kv_cache).schedule
+    return None if make is None or kv_lens.shape[0] == 0 else make(q, kv_lens)
 
 
 def implementation_for(
@@ -149,7 +192,7 @@ def implementation_for(
     return _choose(implementation, q, kv_cache).name
 
 
-def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any) -> Implementation:
+def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: Any) -> Implementation:
     names = tuple(IMPLEMENTATIONS) if wanted is None else (wanted,) if isinstance(wanted, str) else wanted
     if not isinstance(names, list | tuple):
         raise InputError(f"implementation must be a name, a list or tuple of names or None, got {wanted!r}.")
@@ -158,7 +201,7 @@ def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any) -> Implem
             raise InputError(f"implementation {name!r} is not known; choose from {', '.join(IMPLEMENTATIONS)}.")
     reasons = []
     for name in names:
-        reason = IMPLEMENTATIONS[name].cannot_run(q, kv_cache)
+        reason = IMPLEMENTATIONS[name].cannot_run(q, kv_cache, **call)
         if reason is None:
             return IMPLEMENTATIONS[name]
         reasons.append(f"{name}: {reason}")

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mla_jax.attention.mosaic_gpu import KernelConfig
+from mla_jax.attention.mosaic_gpu.config import KernelConfig
 from mla_jax.attention.mosaic_gpu.launch import decode_with
 from mla_jax.schedule import num_sm_parts, tile_schedule
 

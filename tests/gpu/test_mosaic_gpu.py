@@ -1,5 +1,6 @@
 """The Hopper kernel on a Hopper GPU, against float64 numpy."""
 
+import functools
 import itertools
 
 import jax
@@ -8,12 +9,15 @@ import numpy as np
 import pytest
 from problems import GOLDEN, Problem, assert_close, golden
 
-from mla_jax.attention.mosaic_gpu import can_run, decode
+from mla_jax import mla_decode
+from mla_jax.attention.api import implementation_for, step_schedule
+from mla_jax.attention.mosaic_gpu.requirements import cannot_run
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
-REASON = can_run(jnp.zeros((1, 1, 1, 576), jnp.bfloat16), jnp.zeros((1, 64, 576), jnp.bfloat16))
+REASON = cannot_run()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
+decode = functools.partial(mla_decode, implementation="mosaic_gpu")
 
 
 def run(problem, schedule=None):
@@ -51,6 +55,27 @@ def test_tree_masks(heads, tokens):
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 0.135234])
 def test_scales(scale):
     run(Problem((0, 65, 300), heads=32, scale=scale))
+
+
+def test_default_on_hopper():
+    problem = Problem((300, 65), tokens=2, heads=16)
+    q, cache, table, lens, _ = problem.arrays()
+    arrays = (q, cache, jnp.asarray(table), jnp.asarray(lens))
+    assert implementation_for(None, q, cache) == "mosaic_gpu"
+    assert implementation_for(None, q.astype(jnp.float32), cache.astype(jnp.float32)) == "xla"
+    schedule = step_schedule(None, q, cache, arrays[3])
+    assert isinstance(schedule, TileSchedule)
+    for got, want in zip(mla_decode(*arrays, schedule=schedule), decode(*arrays), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_xla_takes_over_for_large_trees():
+    problem = Problem((300, 65), tokens=33, heads=2, tree=True)
+    q, cache, table, lens, mask = problem.arrays()
+    arrays, mask = (q, cache, jnp.asarray(table), jnp.asarray(lens)), jnp.asarray(mask)
+    with pytest.raises(NotImplementedError, match="up to 32 tokens"):
+        decode(*arrays, tree_mask=mask)
+    assert_close(*mla_decode(*arrays, tree_mask=mask), *problem.expected(q, cache, table, lens, np.asarray(mask)))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 7, 131])

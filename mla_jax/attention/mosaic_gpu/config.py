@@ -5,10 +5,11 @@ import math
 
 import jax.numpy as jnp
 
-PAGE = 64  # tokens per cache page, and keys per block of work
+from mla_jax.attention.mosaic_gpu.requirements import DIM as DIM  # dims of a key: 512 latent + 64 rope
+from mla_jax.attention.mosaic_gpu.requirements import LATENT as LATENT  # dims of a value
+from mla_jax.attention.mosaic_gpu.requirements import PAGE as PAGE  # tokens per cache page, and keys per block of work
+
 ROWS = 64  # query rows (S * H) per CTA: the M of one WGMMA
-DIM = 576  # dims of a key: 512 latent + 64 rope
-LATENT = 512  # dims of a value
 HALF = LATENT // 2  # value dims that one warpgroup accumulates; also the widest N of a WGMMA
 ROPE = DIM - LATENT
 TILE = 64  # dims per swizzled column tile of 128 bytes

@@ -8,38 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from mla_jax.attention.mosaic_gpu.config import DIM, LATENT, PAGE, ROWS, KernelConfig, Problem, padded_rows
+from mla_jax.attention.mosaic_gpu.config import DIM, LATENT, ROWS, KernelConfig, Problem, padded_rows
 from mla_jax.attention.mosaic_gpu.kernel import run_kernel
+from mla_jax.attention.mosaic_gpu.requirements import num_sms
+from mla_jax.errors import InputError
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
-
-H200_SMS = 132
-MAX_TREE_TOKENS = 32  # a row's tree mask is one 32-bit word
-
-
-def can_run(q: Any, kv_cache: Any, *, d_v: int = LATENT, tree_mask: Any = None) -> str | None:
-    """Why this call cannot run here, in one sentence; None if it can. Reads shapes, dtypes and the device."""
-    if reason := _unsupported_call(q, kv_cache, d_v, tree_mask):
-        return reason
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or capability != "9.0":
-        found = f"{device.device_kind} (compute capability {capability})" if capability else device.platform
-        return f"mosaic_gpu needs a Hopper GPU (compute capability 9.0), found {found}"
-    return None
-
-
-def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | None:
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"mosaic_gpu computes in bfloat16 or float16, got q in {q.dtype}"
-    if kv_cache.dtype != q.dtype:
-        return f"mosaic_gpu needs q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
-    if q.shape[-1] != DIM or d_v != LATENT:
-        return f"mosaic_gpu is built for 576 dims with 512 value dims, got {q.shape[-1]} and {d_v}"
-    if kv_cache.ndim != 3 or kv_cache.shape[1:] != (PAGE, DIM):
-        return f"mosaic_gpu needs kv_cache [pages, 64, 576], got {kv_cache.shape}"
-    if tree_mask is not None and q.shape[1] > MAX_TREE_TOKENS:
-        return f"mosaic_gpu takes tree masks of up to {MAX_TREE_TOKENS} tokens, got {q.shape[1]}"
-    return None
 
 
 def decode(
@@ -48,13 +21,12 @@ def decode(
     block_table: Int32[Array, "B max_pages"],
     kv_lens: Int32[Array, " B"],
     *,
-    d_v: int = LATENT,
-    sm_scale: float | Float32[Array, ""] = DIM**-0.5,
+    logit_scale: float | Float32[Array, ""],
     causal: bool = True,
     tree_mask: Bool[Array, "B S S"] | None = None,
     schedule: TileSchedule | None = None,
 ) -> tuple[Float[Array, "B S H 512"], Float32[Array, "B H S"]]:
-    """Paged MLA decode on a Hopper GPU; the semantics are those of `mla_decode`.
+    """`mla_decode` on a Hopper GPU, for arguments that `cannot_run` has let pass.
 
     Rows (S * H) are packed and padded to 64. Without a schedule one is computed for this call; layers of
     one step should share theirs.
@@ -63,7 +35,7 @@ def decode(
         out in q's dtype, lse float32 in natural log; a row that sees no key has out 0 and lse -inf.
 
     Raises:
-        NotImplementedError: the reason of `can_run`, or a schedule of more parts than this GPU runs at once.
+        ValueError: a schedule of more parts than this GPU runs at once, or for other requests.
 
     Cost: reads every key once per 64 rows; workspace 2 * parts * ceil(S * H / 64) * 64 * 513 float32, at
     most 35 MB. The kernel has its own jit, so layers of equal shapes compile it once.
@@ -71,21 +43,34 @@ def decode(
     Two of these kernels must not run at the same time on one GPU: CTAs that share a request wait for each
     other, so all of a kernel's CTAs must be on the GPU together. XLA runs the calls of a program in turn.
     """
-    if reason := can_run(q, kv_cache, d_v=d_v, tree_mask=tree_mask):
-        raise NotImplementedError(reason)
-    _, tokens, heads, _ = q.shape
-    sms = getattr(jax.devices()[0], "core_count", H200_SMS)
     if schedule is None:
-        schedule = tile_schedule(kv_lens, num_sm_parts(sms, tokens, heads))
-    parts, row_blocks = schedule.metadata.shape[0], -(-tokens * heads // ROWS)
-    if parts > 1 and parts * row_blocks > sms:
-        raise NotImplementedError(
-            f"all CTAs run at once: a schedule of {parts} parts with {row_blocks} blocks of 64 rows "
-            f"exceeds {sms} SMs; make it with num_sm_parts({sms}, {tokens}, {heads})"
-        )
-    scale = jnp.asarray(sm_scale, jnp.float32).reshape(1)
+        schedule = schedule_for(q, kv_lens)
+    else:
+        _check_schedule(schedule, q)
+    scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
     config = KernelConfig()
     return decode_with(config, q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
+
+
+def schedule_for(q: jax.ShapeDtypeStruct | Array, kv_lens: Int32[Array, " B"]) -> TileSchedule:
+    """The schedule of all calls with queries of this shape and these lengths."""
+    _, tokens, heads, _ = q.shape
+    return tile_schedule(kv_lens, num_sm_parts(num_sms(), tokens, heads))
+
+
+def _check_schedule(schedule: TileSchedule, q: Array) -> None:
+    batch, tokens, heads, _ = q.shape
+    if schedule.num_splits.shape != (batch + 1,):
+        raise InputError(
+            f"schedule is for {schedule.num_splits.shape[0] - 1} requests, q has {batch}; make it from this call's "
+            "kv_lens."
+        )
+    parts, row_blocks, sms = schedule.metadata.shape[0], -(-tokens * heads // ROWS), num_sms()
+    if parts > 1 and parts * row_blocks > sms:
+        raise InputError(
+            f"schedule has {parts} parts; with {row_blocks} blocks of 64 query rows they exceed this GPU's {sms} "
+            f"multiprocessors, and all must run at once; make it with num_sm_parts({sms}, {tokens}, {heads})."
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "causal", "interpret"))

@@ -168,7 +168,8 @@ def _visible(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
     problem = cta.problem
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 1, layout=MATRIX) + block * PAGE
     if problem.tree:
-        words = plgpu.load(cta.memory.tree.at[segment.request, pl.ds(cta.row_block * ROWS, ROWS)], layout=ROW)
+        rows = pl.ds(cta.row_block * ROWS, ROWS)
+        words = plgpu.load(cta.memory.tree.at[segment.request, rows], layout=ROW, optimized=False)
         position = key - (segment.length - problem.tokens)
         bit = lax.shift_right_logical(
             lax.broadcast_in_dim(words, key.shape, [0]),

@@ -116,7 +116,7 @@ class Cta:
     def segment(self, request: jax.Array) -> "Segment":
         """The blocks of `request` that are this part's."""
         metadata, part = self.memory.metadata, self.part
-        length = self.memory.lens[request]
+        length = lax.min(self.memory.lens[request], jnp.int32(self.memory.table.shape[1] * PAGE))
         pages = lax.max(lax.div(length + (PAGE - 1), jnp.int32(PAGE)), jnp.int32(1))
         first = jnp.where(request == self.begin_req, self.begin_block, 0)
         end = jnp.where(request == self.end_req, lax.min(metadata[part, 3], pages), pages)

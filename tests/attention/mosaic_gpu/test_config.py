@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from mla_jax.attention.mosaic_gpu import KernelConfig, can_run, decode
-from mla_jax.attention.mosaic_gpu.config import SHARED_MEMORY, padded_rows
+from mla_jax import mla_decode
+from mla_jax.attention.api import implementation_for, step_schedule
+from mla_jax.attention.mosaic_gpu.config import SHARED_MEMORY, KernelConfig, padded_rows
+from mla_jax.attention.mosaic_gpu.requirements import cannot_run
 
 
 def array(shape, dtype=jnp.bfloat16):
@@ -57,7 +59,7 @@ def test_budgets(fields, reason):
     ],
 )
 def test_reasons(q, cache, options, reason):
-    found = can_run(q, cache, **options)
+    found = cannot_run(q, cache, **options)
     assert found is not None
     assert re.search(reason, found), found
 
@@ -65,10 +67,12 @@ def test_reasons(q, cache, options, reason):
 def test_other_machines():
     if jax.devices()[0].platform == "gpu":
         pytest.skip("this machine has a GPU")
-    assert can_run(Q, CACHE) == "mosaic_gpu needs a Hopper GPU (compute capability 9.0), found cpu"
+    assert cannot_run() == cannot_run(Q, CACHE) == "it needs a Hopper GPU (compute capability 9.0), found cpu"
     zeros = [jnp.zeros(x.shape, x.dtype) for x in (Q, CACHE)]
-    with pytest.raises(NotImplementedError, match="Hopper"):
-        decode(*zeros, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32))
+    with pytest.raises(NotImplementedError, match="mosaic_gpu: it needs a Hopper"):
+        mla_decode(*zeros, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), implementation="mosaic_gpu")
+    assert implementation_for(None, Q, CACHE) == "xla"
+    assert step_schedule(None, Q, CACHE, jnp.ones(2, jnp.int32)) is None
 
 
 def test_padded_rows():
