@@ -26,6 +26,7 @@ from jaxtyping import Array, Int32
 from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.errors import InputError
 
+ORDERS = ("2026-01", "2025-09", "2025-02")  # of the columns, by the FlashMLA release that introduced them
 REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs, in units of one page's work
 ROWS_PER_CTA = 64  # query rows (S * H) that one CTA handles
 
@@ -33,16 +34,42 @@ ROWS_PER_CTA = 64  # query rows (S * H) that one CTA handles
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Work of every part, in FlashMLA's row order of 2026-01.
+    """Work of every part.
 
-    `metadata[p]` is `begin_req, end_req (incl.), begin_block, end_block (excl.), begin_split,
-    first_is_split, last_is_split, 0`; blocks are pages of 64 tokens within the request named before them. A
-    part without work has begin_req B, and its other columns mean nothing. `num_splits` is cumulative:
-    request `b` is computed in `num_splits[b + 1] - num_splits[b]` pieces.
+    Attributes:
+        metadata: int32 `[parts, 8]`, a row per part, in one of three orders; "block" is a page of 64 tokens within the
+            request named before it, end_req is inclusive, other ends are exclusive:
+
+            - 2026-01: begin_req, end_req, begin_block, end_block, begin_split, first_is_split, last_is_split, 0
+            - 2025-09: begin_req, begin_block, end_req, end_block, begin_split, 0, 0, 0
+            - 2025-02: begin_req, begin_token, end_req, end_token, begin_split, 0, 0, 0
+
+            A part without work has begin_req B, and its other columns mean nothing.
+        num_splits: int32 `[B + 1]`, cumulative: request b is computed in `num_splits[b + 1] - num_splits[b]` pieces.
+        kv_lens: int32 `[B]`, the lengths that it was made for. A schedule of other lengths gives wrong output, and
+            kernels cannot see it: where a schedule is kept for reuse, `check` can.
     """
 
     metadata: Int32[Array, "parts 8"]
     num_splits: Int32[Array, "B+1"]
+    kv_lens: Int32[Array, " B"]
+
+    def check(self, kv_lens: Int32[Array, " B"]) -> bool:
+        """True if this is a schedule for these lengths; for debugging and tests.
+
+        Raises ValueError that names the first request whose length has changed. Reads the device.
+        """
+        made, asked = np.asarray(self.kv_lens), np.asarray(kv_lens)
+        if made.shape != asked.shape:
+            raise InputError(f"The schedule is stale: made for {made.shape[0]} requests, used for {asked.shape[0]}.")
+        changed = np.flatnonzero(made != asked)
+        if len(changed):
+            first = int(changed[0])
+            raise InputError(
+                f"The schedule is stale: made when request {first} had {made[first]} tokens, used when it has "
+                f"{asked[first]} ({len(changed)} of {len(made)} requests differ); make a new one with tile_schedule."
+            )
+        return True
 
 
 def num_sm_parts(num_sms: int, seq_len_q: int, num_heads_q: int, num_heads_kv: int = 1) -> int:
@@ -64,74 +91,67 @@ def num_sm_parts(num_sms: int, seq_len_q: int, num_heads_q: int, num_heads_kv: i
     return max(num_sms // num_heads_kv // -(-rows // ROWS_PER_CTA), 1)
 
 
-def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int) -> TileSchedule:
+def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int, *, order: str = ORDERS[0]) -> TileSchedule:
     """Divide the pages of all requests over `num_sm_parts` parts.
 
     Args:
-        kv_lens: keys per request; 0 is allowed and counts as one block of work.
+        kv_lens: keys per request; 0 is allowed and counts as one block of work (in order 2025-02 as none).
         num_sm_parts: parts to fill, from `num_sm_parts()`.
+        order: of the columns, see `TileSchedule`. FlashMLA's dense kernels take 2026-01 since that month and 2025-09
+            before; its dense FP8 kernel takes 2025-02 to this day.
 
     Returns:
         A `TileSchedule` equal, bit for bit, to that of FlashMLA's scheduler.
 
     Raises:
-        ValueError: kv_lens is not a non-empty int32 vector, or there is no part.
+        ValueError: kv_lens is not a non-empty int32 vector, there is no part, or an unknown order.
 
     All requests together must have fewer than 2^31 - 5 * B blocks.
 
     Cost: jitted, no host read; O(B^2) integer operations fused into one reduction, beside them
     O((B + parts) log parts).
     """
-    _check(kv_lens, num_sm_parts)
-    return _dense_schedule(kv_lens, num_sm_parts)
-
-
-def tile_schedule_tokens(kv_lens: Int32[Array, " B"], num_sm_parts: int) -> TileSchedule:
-    """The same division in the row order of 2025-02, which FlashMLA's dense FP8 op still takes.
-
-    `metadata[p]` is `begin_req, begin_token, end_req (incl.), end_token (excl.), begin_split, 0, 0, 0`. An
-    empty request counts 0 blocks here. Arguments, errors and cost are those of `tile_schedule`.
-    """
-    _check(kv_lens, num_sm_parts)
-    return _token_schedule(kv_lens, num_sm_parts)
-
-
-def _check(kv_lens: Array, parts: int) -> None:
     if not isinstance(kv_lens, jax.Array | np.ndarray):
         raise InputError(f"kv_lens must be a JAX or NumPy array of int32, got {type(kv_lens).__name__}.")
     if kv_lens.ndim != 1 or kv_lens.shape[0] == 0 or kv_lens.dtype != jnp.int32:
         raise InputError(f"kv_lens must be int32 [B] with B at least 1, got {kv_lens.dtype.name} {kv_lens.shape}.")
-    if parts < 1:
-        raise InputError(f"num_sm_parts must be at least 1, got {parts}.")
+    if num_sm_parts < 1:
+        raise InputError(f"num_sm_parts must be at least 1, got {num_sm_parts}.")
+    if order not in ORDERS:
+        raise InputError(f"order {order!r} is not known; choose from {', '.join(ORDERS)}.")
+    return _schedule(kv_lens, num_sm_parts, order)
 
 
-@jax.jit(static_argnums=1)
-def _dense_schedule(kv_lens: Array, parts: int) -> TileSchedule:
-    blocks = lax.div(jnp.maximum(kv_lens - 1, 0), PAGE_SIZE) + 1
-    cut = _cut(blocks, parts)
+@jax.jit(static_argnums=(1, 2))
+def _schedule(kv_lens: Array, parts: int, order: str) -> TileSchedule:
+    if order == "2025-02":
+        cut = _cut(lax.div(kv_lens + (PAGE_SIZE - 1), PAGE_SIZE), parts)
+        columns = _token_columns(cut, kv_lens)
+    else:
+        blocks = lax.div(jnp.maximum(kv_lens - 1, 0), PAGE_SIZE) + 1
+        cut = _cut(blocks, parts)
+        columns = _block_columns(cut, kv_lens, blocks)
+        if order == "2025-09":
+            begin_req, end_req, begin_block, end_block, begin_split, *_ = columns
+            columns = [begin_req, begin_block, end_req, end_block, begin_split]
+    columns = [c.astype(jnp.int32) for c in columns]
+    metadata = jnp.stack(columns + [jnp.zeros(parts, jnp.int32)] * (8 - len(columns)), axis=1)
+    return TileSchedule(metadata, cut.num_splits, kv_lens)
+
+
+def _block_columns(cut: "_Cut", kv_lens: Array, blocks: Array) -> list[Array]:
     last_block = jnp.where(kv_lens > 0, blocks, 0)[cut.end_req]
     end_block = jnp.where(cut.end_unit > 0, cut.end_unit, last_block)
     pieces = jnp.diff(cut.num_splits)
-    batch = kv_lens.shape[0]
-    first_split = pieces[jnp.minimum(cut.begin_req, batch - 1)] > 1
+    first_split = pieces[jnp.minimum(cut.begin_req, kv_lens.shape[0] - 1)] > 1
     last_split = pieces[cut.end_req] > 1
-    begin, end = (cut.begin_req, cut.begin_unit), (cut.end_req, end_block)
-    columns = [begin[0], end[0], begin[1], end[1], cut.begin_split, first_split, last_split]
-    return TileSchedule(_rows(columns, parts), cut.num_splits)
+    return [cut.begin_req, cut.end_req, cut.begin_unit, end_block, cut.begin_split, first_split, last_split]
 
 
-@jax.jit(static_argnums=1)
-def _token_schedule(kv_lens: Array, parts: int) -> TileSchedule:
-    cut = _cut(lax.div(kv_lens + (PAGE_SIZE - 1), PAGE_SIZE), parts)
+def _token_columns(cut: "_Cut", kv_lens: Array) -> list[Array]:
     end_len = kv_lens[cut.end_req]
     end_token = jnp.where(cut.end_unit > 0, jnp.minimum(cut.end_unit * PAGE_SIZE, end_len), end_len)
-    columns = [cut.begin_req, cut.begin_unit * PAGE_SIZE, cut.end_req, end_token, cut.begin_split]
-    return TileSchedule(_rows(columns, parts), cut.num_splits)
-
-
-def _rows(columns: list[Array], parts: int) -> Array:
-    columns = [c.astype(jnp.int32) for c in columns]
-    return jnp.stack(columns + [jnp.zeros(parts, jnp.int32)] * (8 - len(columns)), axis=1)
+    return [cut.begin_req, cut.begin_unit * PAGE_SIZE, cut.end_req, end_token, cut.begin_split]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_jax.schedule import num_sm_parts, tile_schedule, tile_schedule_tokens
+from mla_jax.schedule import num_sm_parts, tile_schedule
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "data" / "golden_metadata.npz")
 NAMES = sorted({key.split("/")[0] for key in GOLDEN.files})
@@ -15,8 +15,10 @@ NAMES = sorted({key.split("/")[0] for key in GOLDEN.files})
 
 # Shapes are many here, lengths few: compile fast.
 COMPILE_FAST = {"xla_backend_optimization_level": 0}
-fast_schedule, fast_schedule_tokens = (
-    jax.jit(f, static_argnums=1, compiler_options=COMPILE_FAST) for f in (tile_schedule, tile_schedule_tokens)
+fast_schedule = jax.jit(
+    lambda kv_lens, parts, order="2026-01": tile_schedule(kv_lens, parts, order=order),
+    static_argnums=(1, 2),
+    compiler_options=COMPILE_FAST,
 )
 
 
@@ -59,15 +61,14 @@ def test_equals_cuda_scheduler(kind, step):
     names = [n for n in NAMES if str(GOLDEN[f"{n}/kind"]) == kind]
     assert len(names) == {"dense": 108, "dense_fp8": 12}[kind]
     names = names[::step]
-    make, columns = (fast_schedule, 8) if kind == "dense" else (fast_schedule_tokens, 5)
+    order, meaning = ("2026-01", np.r_[0:7]) if kind == "dense" else ("2025-02", np.r_[0:5])  # the others are padding
     for name in names:
         lens, want = GOLDEN[f"{name}/cache_seqlens"], GOLDEN[f"{name}/tile_scheduler_metadata"]
         heads, tokens = int(GOLDEN[f"{name}/num_heads_q"]), int(GOLDEN[f"{name}/seq_len_q"])
         parts = num_sm_parts(132, tokens, heads)
         assert parts == want.shape[0]
-        got = make(jnp.asarray(lens), parts)
+        got = fast_schedule(jnp.asarray(lens), parts, order)
         np.testing.assert_array_equal(got.num_splits, GOLDEN[f"{name}/num_splits"])
-        meaning = np.r_[0:7] if kind == "dense" else np.r_[0:columns]  # the last column is padding
         assert_rows(np.asarray(got.metadata)[:, meaning], want[:, meaning], len(lens))
 
 
@@ -75,7 +76,7 @@ def test_equals_cuda_scheduler(kind, step):
 def test_equals_plain_walk(batch):
     rng = np.random.default_rng(batch)
     for parts in (1, 7, 66, 132):
-        for longest in (0, 64, 100_000) if batch == 4096 else (0, 1, 64, 300, 1000, 5000, 20_000, 100_000) * 4:
+        for longest in (0, 64, 100_000) if batch == 4096 else (0, 1, 64, 300, 1000, 5000, 20_000, 100_000) * 11:
             lens = rng.integers(0, longest + 1, batch).astype(np.int32)
             rows, num_splits = walk(lens, parts, empty_blocks=1)
             got = fast_schedule(jnp.asarray(lens), parts)
@@ -86,9 +87,37 @@ def test_equals_plain_walk(batch):
             rows, num_splits = walk(lens, parts, empty_blocks=0)
             end_token = np.minimum(rows[:, 3] * 64, lens[rows[:, 1]])
             tokens = np.stack([rows[:, 0], rows[:, 2] * 64, rows[:, 1], end_token, rows[:, 4]], axis=1)
-            got = fast_schedule_tokens(jnp.asarray(lens), parts)
+            got = fast_schedule(jnp.asarray(lens), parts, "2025-02")
             np.testing.assert_array_equal(got.num_splits, num_splits)
             assert_rows(np.asarray(got.metadata)[:, :5], tokens, batch)
+
+
+def test_order_of_2025_09_is_that_of_2026_01_with_other_columns():
+    lens = jnp.asarray(np.random.default_rng(0).integers(0, 3000, 37), jnp.int32)
+    new, old = (tile_schedule(lens, 66, order=order) for order in ("2026-01", "2025-09"))
+    np.testing.assert_array_equal(old.metadata[:, :5], new.metadata[:, jnp.array([0, 2, 1, 3, 4])])
+    assert not np.asarray(old.metadata[:, 5:]).any()
+    np.testing.assert_array_equal(old.num_splits, new.num_splits)
+
+
+def test_a_stale_schedule_is_named():
+    lens = jnp.asarray([64, 64, 9], jnp.int32)
+    schedule = jax.jit(tile_schedule, static_argnums=1)(lens, 4)
+    assert schedule.check(lens)
+    with pytest.raises(ValueError, match=r"made when request 1 had 64 tokens, used when it has 65 \(1 of 3"):
+        schedule.check(lens.at[1].add(1))
+    with pytest.raises(ValueError, match="made for 3 requests, used for 2"):
+        schedule.check(lens[:2])
+
+
+@pytest.mark.parametrize("lens", [[5, 900], [0, 0], [1, 1]])
+def test_more_parts_than_work(lens):
+    """b = 2 on 132 parts [vllm 21691]: every block is computed once, and parts without work say so."""
+    rows, num_splits = walk(lens, 132, empty_blocks=1)
+    got = tile_schedule(jnp.asarray(lens, jnp.int32), 132)
+    np.testing.assert_array_equal(got.num_splits, num_splits)
+    assert_rows(np.asarray(got.metadata)[:, :5], rows, 2)
+    assert (np.asarray(got.metadata)[-100:, 0] == 2).all()
 
 
 def test_one_compilation_serves_all_lengths():
@@ -116,3 +145,5 @@ def test_wrong_calls_say_what_came():
         tile_schedule([1, 2], 4)
     with pytest.raises(ValueError, match="num_heads_q must be at least 1, got 0"):
         num_sm_parts(132, 1, 0)
+    with pytest.raises(ValueError, match="order '2024' is not known; choose from 2026-01, 2025-09, 2025-02"):
+        tile_schedule(jnp.zeros(3, jnp.int32), 4, order="2024")
