@@ -1,0 +1,126 @@
+"""What an FP8 latent cache costs the demo model: `python tests/benchmarks/fp8_accuracy.py [--json FILE]`.
+
+Bits per byte of the held-out sample and teacher-forced top-1 agreement with the bf16 cache, for each FP8 format, for
+calibrated scales, and for caches that are broken on purpose. The broken ones must lose visibly, or the small losses
+of the others would mean nothing.
+"""
+
+import argparse
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mla_jax import MLAConfig, PagedKVCache, load_checkpoint
+from mla_jax.decode.calibrate import calibrate
+from mla_jax.decode.evaluate import Score, evaluate
+from mla_jax.demo import CHECKPOINT, HELDOUT
+from mla_jax.model.cache import create_cache
+from mla_jax.model.params import ModelParams
+
+# Neither trained on nor part of the sample: bytes of the plays behind it, see mla_jax/demo/text.py.
+CALIBRATION = Path(__file__).parents[1] / "data" / "calibration.txt"
+OUTLIER = 30_000.0  # how much larger one latent would be than all others; e4m3 forgives a factor of 1000
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("layers", "scales"), meta_fields=("format",))
+@dataclass(frozen=True)
+class WrittenWithoutScale(PagedKVCache):
+    """A plain cast on the way in, multiplied on the way out: how SGLang's latent pool writes."""
+
+    def write(self, *args: Any) -> PagedKVCache:
+        """Wrong on purpose."""
+        return replace(self, layers=PagedKVCache.write(replace(self, scales=None), *args).layers)
+
+
+def create_broken_cache(*args: Any) -> PagedKVCache:
+    """In the place of `create_cache`."""
+    cache = create_cache(*args)
+    return WrittenWithoutScale(cache.layers, cache.format, cache.scales)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache: its format, its scales from the calibrated ones (None: no scales), and how it is made."""
+
+    name: str
+    kv_format: str
+    scales: Callable[[jax.Array], jax.Array] | None = None
+    create: Callable[..., PagedKVCache] = create_cache
+    is_control: bool = False
+
+
+ROWS = (
+    Row("bf16", "bf16"),
+    Row("fp8_e4m3, scale 1", "fp8_e4m3"),
+    Row("fp8_e4m3, calibrated", "fp8_e4m3", lambda scales: scales),
+    Row("fp8_ds_mla", "fp8_ds_mla"),
+    Row("broken: scale on one side only", "fp8_e4m3", lambda scales: scales, create_broken_cache, True),
+    Row("broken: an outlier decides the scale", "fp8_e4m3", lambda scales: scales * OUTLIER, is_control=True),
+)
+
+
+def measure(
+    params: ModelParams, config: MLAConfig, tokens: list[int], scales: jax.Array, rows: Sequence[Row] = ROWS
+) -> Iterator[dict[str, Any]]:
+    """A row of results after the other; the first is what the others are compared with.
+
+    What a row holds: bits_per_byte; excess, relative to bf16; top1_agreement with bf16.
+    """
+    baseline: Score | None = None
+    for row in rows:
+        own = replace(params, kv_scales=None if row.scales is None else row.scales(scales))
+        with mock.patch("mla_jax.decode.evaluate.create_cache", row.create):
+            score = evaluate(own, config, tokens, kv_format=row.kv_format)
+        baseline = baseline or score
+        yield {
+            "cache": row.name,
+            "bits_per_byte": score.bits_per_byte,
+            "excess": score.bits_per_byte / baseline.bits_per_byte - 1,
+            "top1_agreement": score.top1_agreement(baseline),
+            "is_control": row.is_control,
+        }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-bytes", type=int, metavar="N", help="of the sample; default: all")
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    config, params = load_checkpoint(CHECKPOINT, jnp.float32)
+    found = calibrate(params, config, list(CALIBRATION.read_bytes()))
+    rows = []
+    for row in measure(params, config, list(HELDOUT.read_bytes()[: args.max_bytes]), found.scales):
+        rows.append(row)
+        print(
+            f"  {row['cache']:<37} {row['bits_per_byte']:.4f} bits/byte  {100 * row['excess']:+8.3f} %"
+            f"  top-1 {100 * row['top1_agreement']:6.2f} %",
+            flush=True,
+        )
+    result = {
+        "command": " ".join(["python tests/benchmarks/fp8_accuracy.py", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "scales": np.asarray(found.scales).tolist(),
+        "seconds": round(time.perf_counter() - started, 1),
+        "rows": rows,
+    }
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
