@@ -57,8 +57,11 @@ def decode(
         maximum=jnp.full(rows.shape[:2], -jnp.inf, jnp.float32),
         total=jnp.zeros(rows.shape[:2], jnp.float32),
     )
-    num_chunks = (jnp.max(readable_lens, initial=0) + chunk_tokens - 1) // chunk_tokens
-    end = jax.lax.fori_loop(0, num_chunks, step, start)
+    if block_table.shape[1] <= CHUNK_PAGES:
+        end = step(jnp.int32(0), start)  # a GPU captures straight-line code into a graph, and loops not
+    else:
+        num_chunks = (jnp.max(readable_lens, initial=0) + chunk_tokens - 1) // chunk_tokens
+        end = jax.lax.fori_loop(0, num_chunks, step, start)
 
     out = end.out[..., :d_v] / jnp.where(end.total == 0, 1, end.total)[..., None]
     out = out if value_scale is None else out * value_scale
@@ -77,7 +80,7 @@ def _read_chunk(
     """The cache rows at positions of every request as numbers, zero past its length.
 
     Table entries past a request's length hold anything, and pages without an owner may hold NaN. There we read a
-    page that somebody owns (the first of the longest request; the loop runs only if there is one) and clear it.
+    page that somebody owns (the first of the longest request) and clear it.
     """
     page_size = kv_cache.shape[1]
     blocks = positions[::page_size] // page_size

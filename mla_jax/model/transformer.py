@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from mla_jax.attention.api import step_schedule
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
 from mla_jax.model.attend import Attend, attend_decode, attend_prefill, attend_self
@@ -65,12 +67,15 @@ def decode(
         tokens: `[B, S]`, the last S tokens of each request.
         kv_lens: int32 `[B]`, counting them. Tokens before the start of a request (kv_lens < S) are ignored.
         block_table, cache: as for `prefill`.
-        implementation, schedule: as for `mla_decode`.
+        implementation, schedule: as for `mla_decode`; by default one schedule is made here and shared by all layers.
 
     Returns:
         Hidden states after the final norm and the cache.
     """
     positions = new_positions(kv_lens, tokens.shape[1])
+    if schedule is None:
+        query = jax.ShapeDtypeStruct((*tokens.shape, config.num_heads, config.latent_dim), params.embed.dtype)
+        schedule = step_schedule(implementation, query, cache.layers[0], kv_lens)
     attend = attend_decode(
         config, block_table, kv_lens, positions, positions >= 0, implementation=implementation, schedule=schedule
     )
