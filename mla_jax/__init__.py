@@ -7,6 +7,9 @@ from mla_jax.cache.formats import FORMATS, PAGE_SIZE, KVFormat, kv_format
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
 from mla_jax.config import MLAConfig
+from mla_jax.decode.engine import Engine
+from mla_jax.decode.request import Request, Update
+from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
 from mla_jax.explain import Explanation, explain
 from mla_jax.model.load import load_checkpoint, save_checkpoint
@@ -18,13 +21,17 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "PAGE_SIZE",
+    "Engine",
     "Explanation",
     "InputError",
     "KVFormat",
     "MLAConfig",
     "PagePool",
     "PagedKVCache",
+    "Request",
+    "Sampling",
     "TileSchedule",
+    "Update",
     "absorb_query",
     "dequantize_kv",
     "expand_output",

@@ -99,6 +99,7 @@ def checkpoint(tmp_path: Path, **changes: object) -> Path:
         (["generate", ""], ["empty"]),
         (["generate", "--pages", "1", "x" * 300], ["300 tokens", "the pool has 1"]),
         (["generate", "--pages", "0", "x"], ["--pages must be at least 1"]),
+        (["generate", "--slots", "0", "x"], ["--slots must be at least 1"]),
         (["generate", "--cache-bytes", "many"], ["'many'", "64MiB"]),
         (["generate", "--cache-bytes", "10k"], ["--cache-bytes 10k", "bytes"]),
         (["generate", "--prompts", "/no/such/file"], ["/no/such/file"]),

@@ -1,0 +1,67 @@
+"""Models to time on a GPU: the demo model, and a stack of DeepSeek-V3's attention dimensions with random weights."""
+
+import zlib
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.config import MLAConfig
+from mla_jax.decode.state import DecodeState, Status, empty_state
+from mla_jax.demo import CHECKPOINT
+from mla_jax.model.cache import create_cache
+from mla_jax.model.checkpoint import build_params
+from mla_jax.model.load import load_checkpoint
+from mla_jax.model.params import ModelParams
+
+
+def v3_stack(num_layers: int = 27, num_heads: int = 128) -> tuple[MLAConfig, ModelParams]:
+    """DeepSeek-V3's attention (7168 wide, q rank 1536, latent 512 + 64); an MLP of 2048 in place of the experts."""
+    config = MLAConfig(
+        vocab_size=32768,
+        hidden_size=7168,
+        intermediate_size=2048,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        num_mtp_layers=1,
+        max_position=163840,
+    )
+
+    def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
+        if len(shape) == 1:
+            return jnp.ones(shape, jnp.bfloat16)
+        key = jax.random.key(zlib.crc32(name.encode()), impl="rbg")
+        return _weights(key, shape)
+
+    return config, build_params(config, draw)
+
+
+@jax.jit(static_argnums=1)
+def _weights(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return (jax.random.uniform(key, shape, jnp.bfloat16, -1, 1) * (3 / shape[-1]) ** 0.5).astype(jnp.bfloat16)
+
+
+def demo() -> tuple[MLAConfig, ModelParams]:
+    """The demo model in bf16."""
+    return load_checkpoint(CHECKPOINT, jnp.bfloat16)
+
+
+def running_state(
+    config: MLAConfig, params: ModelParams, batch: int, context: int, room: int, kv_format: str, *, mtp: bool = False
+) -> DecodeState:
+    """All slots running with `context` tokens of zeros in the cache, and pages for `room` more."""
+    pages = -(-(context + room) // 64)
+    cache = create_cache(params, config, 1 + batch * pages, kv_format, mtp=mtp)
+    state = empty_state(cache, batch, pages)
+    pool, _ = state.pool.extend(jnp.full((batch,), context, jnp.int32))
+    return replace(
+        state,
+        pool=pool,
+        remaining=jnp.full((batch,), 2**30, jnp.int32),
+        status=jnp.full((batch,), Status.RUNNING.value, jnp.int32),
+    )

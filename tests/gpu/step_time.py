@@ -1,0 +1,165 @@
+"""Time of a captured decode step: `python tests/gpu/step_time.py --json FILE [--model demo|v3] [--batch 1 8 64] …`.
+
+Wall time is that of a run of steps that nobody waits for in between; device time is the sum of kernel times from
+CUPTI. Run it once more with XLA_FLAGS=--xla_gpu_enable_command_buffer= for the same without capture, and with
+JAX_COMPILATION_CACHE_DIR set to see what a second process compiles.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import stack
+
+from mla_jax.decode.step import decode_step
+from mla_jax.schedule import tile_schedule
+
+STEPS = 100
+ROOM = 4 * STEPS + 16  # tokens that the runs below add
+
+
+def main() -> None:
+    """Prints a row per case and writes all of them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--model", choices=("demo", "v3"), default="demo")
+    parser.add_argument("--layers", type=int, default=27)
+    parser.add_argument("--heads", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=400)
+    parser.add_argument("--formats", nargs="+", default=["bf16"])
+    parser.add_argument("--implementations", nargs="+", default=["xla", "mosaic_gpu"])
+    parser.add_argument("--schedule", action="store_true", help="time tile_schedule too")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = [schedule_row()] if args.schedule else []
+    config, params = stack.demo() if args.model == "demo" else stack.v3_stack(args.layers, args.heads)
+    jax.block_until_ready(params)
+    cases = list(itertools.product(args.batch, args.formats, args.implementations))
+    with ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
+        steps = [pool.submit(compile_step, config, params, b, args.context, f, i) for b, f, i in cases]
+    for (batch, kv_format, implementation), step in zip(cases, steps, strict=True):
+        case = {"model": args.model, "layers": config.num_layers, "heads": config.num_heads, "batch": batch}
+        case |= {"context": args.context, "kv_format": kv_format, "implementation": implementation}
+        try:
+            compiled, seconds = step.result()
+            state = stack.running_state(config, params, batch, args.context, ROOM, kv_format)
+            case |= time_step(params, state, compiled) | seconds
+        except NotImplementedError as e:
+            case |= {"skipped": str(e)}
+        rows.append(case)
+        print(json.dumps(case), flush=True)
+    report = {
+        "command": " ".join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "capture": "xla_gpu_enable_command_buffer=" not in os.environ.get("XLA_FLAGS", ""),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "compilation_cache": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
+        "rows": rows,
+    }
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def compile_step(
+    config: Any, params: Any, batch: int, context: int, kv_format: str, implementation: str
+) -> tuple[Any, dict[str, float]]:
+    """The executable, and what it took. Several at a time take longer each."""
+    state = jax.eval_shape(lambda: stack.running_state(config, params, batch, context, ROOM, kv_format))
+    slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    started = time.perf_counter()
+    lowered = decode_step.lower(params, state, slots, config=config, greedy=True, implementation=implementation)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    return compiled, {
+        "lower_s": round(traced - started, 2),
+        "compile_s": round(time.perf_counter() - traced, 2),
+    }
+
+
+def time_step(params: Any, state: Any, step: Any) -> dict[str, Any]:
+    """Runs a compiled step and times it."""
+    batch = state.status.shape[0]
+    slots = jnp.arange(batch, dtype=jnp.int32)
+
+    def run(state: Any, steps: int) -> Any:
+        with jax.transfer_guard_device_to_host("disallow"):
+            for _ in range(steps):
+                state, emitted = step(params, state, slots)
+        return state, emitted
+
+    state, emitted = run(state, 10)  # captured by now
+    jax.block_until_ready(emitted)
+    walls = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        state, emitted = run(state, STEPS)
+        jax.block_until_ready(emitted)
+        walls.append((time.perf_counter() - begin) / STEPS * 1e6)
+    wall = statistics.median(walls)
+    state, kernels = kernel_times(run, state, 10)
+    device = sum(t for _, t in kernels) / 10 * 1e3
+    assert np.asarray(emitted.tokens).min() >= 0
+    return {
+        "wall_us": round(wall, 1),
+        "wall_spread_us": round(max(walls) - min(walls), 1),
+        "device_us": round(device, 1),
+        "wall_minus_device_us": round(wall - device, 1),
+        "kernels_per_step": len(kernels) / 10,
+        "tokens_per_second": round(batch / wall * 1e6, 1),
+    }
+
+
+def kernel_times(run: Any, state: Any, steps: int) -> tuple[Any, list[tuple[str, float]]]:
+    """The state after more steps, and (name, milliseconds) of each kernel in them, inside graphs too."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
+    jax.block_until_ready(state)
+    cupti._cupti_init()
+    try:
+        state, emitted = run(state, steps)
+        jax.block_until_ready(emitted)
+    finally:
+        timings = cupti._cupti_get_timings(True)
+    return state, list(timings)
+
+
+def schedule_row() -> dict[str, Any]:
+    """tile_schedule for 128 requests and 132 parts, 20 of them in a row, each of which needs the one before."""
+    times = 20
+
+    def chain(lens: jax.Array) -> jax.Array:
+        for _ in range(times):
+            made = tile_schedule(lens, 132)
+            lens = lens + jnp.minimum(jnp.min(made.metadata) + made.num_splits[0], 0)  # 0, which XLA cannot know
+        return lens
+
+    run = jax.jit(chain)
+    lens = jnp.asarray(np.random.default_rng(0).integers(1, 9000, 128), jnp.int32)
+    jax.block_until_ready(run(lens))
+    walls = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(20):
+            out = run(lens)
+        jax.block_until_ready(out)
+        walls.append((time.perf_counter() - begin) / 20 / times * 1e6)
+    row = {"tile_schedule_us": round(statistics.median(walls), 2), "batch": 128, "parts": 132}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+if __name__ == "__main__":
+    main()
