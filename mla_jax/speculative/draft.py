@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
 from mla_jax.model.attend import Attend, attend_decode, attend_tree
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import lm_logits, mtp_forward, new_positions
+from mla_jax.speculative.accept import Purpose, purpose_keys
 from mla_jax.speculative.config import Speculation
 from mla_jax.speculative.tree import Candidates, Draft, chain, select
 from mla_jax.speculative.window import MTPWindow
@@ -142,6 +143,19 @@ class Drafter:
 def likeliest(logits: Float[Array, "B vocab"], _: int) -> tuple[Int[Array, "B"], None]:
     """Greedy drafting."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+
+
+def drawing(
+    keys: Key[Array, "B n"], distribution: Callable[[Float[Array, "B vocab"]], Float[Array, "B vocab"]]
+) -> Choose:
+    """Draws the i-th token with its part of keys[:, i], from what distribution makes of the logits."""
+
+    def choose(logits: Float[Array, "B vocab"], i: int) -> tuple[Int[Array, "B"], Float[Array, "B vocab"]]:
+        q = distribution(logits)
+        drawn = jax.vmap(jax.random.categorical)(purpose_keys(keys[:, i], Purpose.DRAFT), jnp.log(q))
+        return drawn.astype(jnp.int32), q
+
+    return choose
 
 
 @dataclass(frozen=True)
