@@ -72,6 +72,35 @@ def test_equals_attention_over_the_dequantized_cache(kv_format, scale, q_dtype, 
     assert np.abs(np.asarray(lse)[~empty] - np.asarray(exact_lse)[~empty]).max() <= lse_limit
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("q_amax", (3.0, 40_000.0))
+def test_a_quantized_query_means_itself_times_its_scale(q_amax, implementation):
+    """Exactly what it was rounded to, and so within e4m3's rounding of the query before; q_scale may be traced."""
+    arrays, meant = quantized(RAGGED, "fp8_e4m3", 0.03125)
+    q = arrays["q"] * (q_amax / jnp.max(jnp.abs(arrays["q"])))
+    scale = jnp.max(jnp.abs(q)) / 448
+    options = {"sm_scale": 0.1 / q_amax, "implementation": implementation}
+    run = jax.jit(lambda q, scale: mla_decode(**arrays | {"q": q}, q_scale=scale, kv_scale=0.03125, **options))
+    out, lse = run(quantize_kv(q, "fp8_e4m3", scale), scale)
+    rounded = dequantize_kv(quantize_kv(q, "fp8_e4m3", scale), "fp8_e4m3", scale)
+    exact, exact_lse = mla_decode(**meant | {"q": rounded}, **options | {"implementation": "reference"})
+    before, _ = mla_decode(**meant | {"q": q}, **options | {"implementation": "reference"})
+    seen = ~np.isneginf(exact_lse)
+    np.testing.assert_allclose(np.asarray(lse)[seen], np.asarray(exact_lse)[seen], atol=1e-5)
+    assert rms(out, exact) <= RMS and 1e-4 < rms(exact, before) < 5e-2
+    unscaled, _ = mla_decode(**arrays | {"q": quantize_kv(q, "fp8_e4m3", scale)}, kv_scale=0.03125, **options)
+    assert rms(unscaled, exact) > 10 * RMS
+
+
+def test_q_scale_none_is_one():
+    arrays, _ = quantized(RAGGED, "fp8_e4m3", None)
+    arrays["q"] = quantize_kv(arrays["q"], "fp8_e4m3")
+    plain, _ = mla_decode(**arrays)
+    np.testing.assert_array_equal(plain, mla_decode(**arrays, q_scale=1.0)[0])
+    twice, _ = mla_decode(**arrays, q_scale=2.0, sm_scale=0.5 * 576**-0.5)
+    np.testing.assert_array_equal(plain, twice)
+
+
 def test_scale_none_is_one_and_may_be_traced():
     arrays, _ = quantized(RAGGED, "fp8_e4m3", None)
     plain, _ = mla_decode(**arrays)

@@ -69,7 +69,7 @@ def test_pages_of_mtp_modules_are_counted_where_wanted() -> None:
 class Run:
     """A pool and two layers of an FP8 cache, every byte 0xFF, which is NaN, until a token is written."""
 
-    def __init__(self, kv_format: str, num_pages: int, lens: tuple[int, ...]):
+    def __init__(self, kv_format: str, lens: tuple[int, ...], num_pages: int = 8):
         scales = jnp.array([0.5, 4.0]) if kv_format == "fp8_e4m3" else None
         cache = PagedKVCache.create(2, num_pages, 576, kv_format, scales=scales)
         full = (np.full(x.nbytes, 0xFF, np.uint8).view(x.dtype).reshape(x.shape) for x in cache.layers)
@@ -98,7 +98,7 @@ class Run:
 
 @pytest.mark.parametrize("kv_format", FP8)
 def test_fork_shares_full_pages_and_copies_the_partial_one(kv_format: str) -> None:
-    run = Run(kv_format, 6, (100, 0))
+    run = Run(kv_format, (100, 0))
     expected = run.fill()
     run.pool, ok = run.pool.fork(0, 1, 70)
     run.cache = run.cache.fork(run.pool, 0, 1, 70, ok)
@@ -116,7 +116,7 @@ def test_fork_shares_full_pages_and_copies_the_partial_one(kv_format: str) -> No
 
 @pytest.mark.parametrize("kv_format", FP8)
 def test_a_cut_inside_a_shared_page_copies_it_before_it_grows(kv_format: str) -> None:
-    run = Run(kv_format, 8, (128, 0))
+    run = Run(kv_format, (128, 0))
     expected = run.fill()
     run.pool, ok = run.pool.fork(0, 1, 128)
     assert ok
@@ -134,7 +134,7 @@ def test_a_cut_inside_a_shared_page_copies_it_before_it_grows(kv_format: str) ->
 @pytest.mark.parametrize("kv_format", FP8)
 def test_accepted_nodes_of_a_tree_move_as_bytes(kv_format: str) -> None:
     """Nodes {0, 2, 5} of 7 drafted at 62 … 68 become rows 62, 63, 64: the same bytes, not quantized again."""
-    run = Run(kv_format, 6, (69, 3))
+    run = Run(kv_format, (69, 3))
     expected = run.fill()
     before = run.cache
     source, destination = int32([62, 64, 67], [0, 0, 0]), int32([62, 63, 64], [1, 1, 1])
@@ -152,7 +152,7 @@ def test_accepted_nodes_of_a_tree_move_as_bytes(kv_format: str) -> None:
 
 @pytest.mark.parametrize("kv_format", FP8)
 def test_truncated_tokens_are_gone_and_their_places_taken_again(kv_format: str) -> None:
-    run = Run(kv_format, 6, (130, 60))
+    run = Run(kv_format, (130, 60))
     expected = run.fill()
     run.pool = run.pool.truncate(int32(63, 60))
     assert int(run.pool.num_live) == 2
