@@ -37,10 +37,10 @@ def short_prefix_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attend, "PREFIX_CHUNK", 32)
 
 
-def start(model: Model, kv_format: str, num_requests: int = 1) -> PagedRun:
+def start(model: Model, kv_format: str) -> PagedRun:
     """A run whose cache is 0xFF, which is NaN in every format, in every byte."""
     config, params = model
-    run = PagedRun(config, params, num_requests)
+    run = PagedRun(config, params, 1)
     cache = create_cache(params, config, run.pool.owners.shape[0], kv_format, mtp=True)
     layers = (np.full(x.nbytes, 0xFF, np.uint8).view(x.dtype).reshape(x.shape) for x in cache.layers)
     run.cache = replace(cache, layers=tuple(jnp.asarray(x) for x in layers))
@@ -94,17 +94,6 @@ def test_a_rejected_draft_leaves_no_trace(model, kv_format):
         wanted, got = (run.decode([TOKENS[at : at + 6]])[0] for run in (plain, detour))
         np.testing.assert_array_equal(got, wanted)
     assert np.isfinite(wanted).all() and int(detour.pool.num_free) == int(plain.pool.num_free)
-
-
-@pytest.mark.parametrize("kv_format", FP8)
-def test_a_fork_goes_on_like_its_source(model, kv_format):
-    run = start(model, kv_format, 2)
-    run.prefill([TOKENS[:70], TOKENS[:0]], 150)
-    run.pool, ok = run.pool.fork(0, 1, 70)
-    run.cache = run.cache.fork(run.pool, 0, 1, 70, ok)
-    one, two = run.decode([TOKENS[70:76]] * 2)
-    np.testing.assert_array_equal(one, two)
-    assert ok and np.isfinite(one).all()
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", *FP8])
