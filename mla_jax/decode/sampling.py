@@ -63,6 +63,13 @@ def kept_logits(logits: Float[Array, "N vocab"], sampling: Sampling) -> Float[Ar
     return restrict(shifted / jnp.maximum(temperature, smallest), sampling)
 
 
+def probabilities(logits: Float[Array, "N vocab"], sampling: Sampling) -> Float[Array, "N vocab"]:
+    """The distribution that `sample` draws from, float32; at temperature 0 all of it is on the best token."""
+    drawn = jax.nn.softmax(kept_logits(logits, sampling), axis=-1)
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    return jnp.where(_column(sampling.temperature, jnp.float32) > 0, drawn, best)
+
+
 def restrict(logits: Float[Array, "N vocab"], sampling: Sampling) -> Float[Array, "N vocab"]:
     """Logits with −inf in place of tokens outside top_k, then outside top_p. The best token always stays."""
     vocab = logits.shape[-1]

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, Key
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
 from mla_jax.decode.sampling import Sampling
+from mla_jax.speculative.window import MTPWindow
 
 Scalar = Any  # one number, on the host or traced
 
@@ -44,6 +45,7 @@ class DecodeState:
         keys: `[N]`, a random key per request; a step folds in the position.
         sampling: numbers `[N]`.
         stops: int32 `[N, K]`, tokens that end a request, −1 where there is none.
+        mtp: of a state that drafts, what the next draft starts from.
     """
 
     pool: PagePool
@@ -54,10 +56,13 @@ class DecodeState:
     keys: Key[Array, "N"]
     sampling: Sampling
     stops: Int[Array, "N K"]
+    mtp: MTPWindow | None = None
 
 
-def empty_state(cache: PagedKVCache, num_slots: int, max_pages_per_seq: int, max_stops: int = 1) -> DecodeState:
-    """A state of empty slots over a cache, whose pages become the pool."""
+def empty_state(
+    cache: PagedKVCache, num_slots: int, max_pages_per_seq: int, max_stops: int = 1, mtp: MTPWindow | None = None
+) -> DecodeState:
+    """A state of empty slots over a cache, whose pages become the pool; with an empty window if it is to draft."""
     return DecodeState(
         pool=PagePool.create(cache.layers[0].shape[0], num_slots, max_pages_per_seq),
         cache=cache,
@@ -71,6 +76,7 @@ def empty_state(cache: PagedKVCache, num_slots: int, max_pages_per_seq: int, max
             jnp.ones((num_slots,), jnp.float32),
         ),
         stops=jnp.full((num_slots, max_stops), -1, jnp.int32),
+        mtp=mtp,
     )
 
 
@@ -144,6 +150,7 @@ def enter(state: DecodeState, slot: int | Int[Array, ""], entry: Entry) -> Decod
         keys=put(state.keys, jax.random.fold_in(jax.random.key(entry.seed), entry.stream)),
         sampling=jax.tree.map(put, state.sampling, entry.sampling),
         stops=put(state.stops, entry.stops),
+        mtp=None if state.mtp is None else replace(state.mtp, count=put(state.mtp.count, 0)),
     )
 
 

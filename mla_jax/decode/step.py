@@ -17,6 +17,8 @@ from mla_jax.decode.sampling import sample
 from mla_jax.decode.state import DecodeState, Status
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import decode, lm_logits, prefill
+from mla_jax.speculative.draft import prefill_draft_layer
+from mla_jax.speculative.window import window_after_prefill
 
 
 @jax.tree_util.register_dataclass
@@ -70,22 +72,45 @@ def decode_step(
     logits = lm_logits(params, hidden[:, 0])
     keys = jax.vmap(jax.random.fold_in)(rows_of(state.keys, slots), rows_of(pool.kv_lens, slots))
     tokens = sample(logits, keys, jax.tree.map(lambda x: rows_of(x, slots), state.sampling), greedy=greedy)
-    remaining = rows_of(state.remaining, slots) - live.astype(jnp.int32)
     stopped = jnp.any(tokens[:, None] == rows_of(state.stops, slots), axis=1)
+    after = replace(state, pool=pool, cache=cache)
+    return finish_step(after, slots, running, jnp.where(live, tokens, -1)[:, None], stopped, pool.num_live)
+
+
+def finish_step(
+    state: DecodeState,
+    slots: Int[Array, "b"],
+    running: Bool[Array, "b"],
+    tokens: Int[Array, "b K"],
+    stopped: Bool[Array, "b"],
+    pages: Int[Array, ""],
+) -> tuple[DecodeState, Emitted]:
+    """What follows from a step's new tokens: who goes on with which, and who ends and gives its pages back.
+
+    Args:
+        state: with the pool and cache that the step leaves.
+        running: rows that ran before it. Those without a new token got no page and end.
+        tokens: new tokens, −1 behind the last; at most as many as remain.
+        stopped: rows whose last new token ends them.
+        pages: that were in use.
+    """
+    count = jnp.sum(tokens >= 0, axis=1, dtype=jnp.int32)
+    live = count > 0
+    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    remaining = rows_of(state.remaining, slots) - count
     status = jnp.where(running & ~live, Status.PAGES, rows_of(state.status, slots))
     status = jnp.where(live & (remaining == 0), Status.LENGTH, status)
     status = jnp.where(live & stopped, Status.STOP, status).astype(jnp.int32)
     ended = on_slots(state, slots, running & (status != Status.RUNNING)) > 0
     after = replace(
         state,
-        pool=pool.release(ended),
-        cache=cache,
+        pool=state.pool.release(ended),
         remaining=put_rows(state.remaining, slots, remaining),
         status=put_rows(state.status, slots, status),
-        last_tokens=put_rows(state.last_tokens, slots, jnp.where(live, tokens, rows_of(state.last_tokens, slots))),
+        last_tokens=put_rows(state.last_tokens, slots, jnp.where(live, last, rows_of(state.last_tokens, slots))),
     )
     status = jnp.where(slots < state.status.shape[0], status, Status.EMPTY).astype(jnp.int32)
-    return after, Emitted(jnp.where(live, tokens, -1)[:, None], status, pool.num_live)
+    return after, Emitted(tokens, status, pages)
 
 
 @partial(jax.jit, static_argnames=("config",), donate_argnames=("state",))
@@ -96,21 +121,32 @@ def prefill_step(
     tokens: Int[Array, "b S"],
     counts: Int[Array, "b"],
     prefix_lens: Int[Array, "b"],
+    next_tokens: Int[Array, "b S"] | None = None,
     *,
     config: MLAConfig,
 ) -> DecodeState:
     """Leaves the latents of the next counts[i] prompt tokens of each slot in the cache; see `prefill`.
 
     A slot whose prompt is then all in the cache runs. Slots that are not being prefilled are padding.
+
+    Args:
+        next_tokens: of a state that drafts, and only there: the token behind each in the prompt. The draft layer gets
+            its latents too, and the state's window the last of them.
     """
     waiting = (slots < state.status.shape[0]) & (rows_of(state.status, slots) == Status.PREFILL)
     counts = jnp.where(waiting, counts, 0)
     table = jnp.where(waiting[:, None], rows_of(state.pool.block_table, slots), 0)
     prefix_lens = jnp.where(waiting, prefix_lens, 0)
-    _, cache = prefill(params, config, tokens, counts, prefix_lens, table, state.cache)
+    hidden, cache = prefill(params, config, tokens, counts, prefix_lens, table, state.cache)
+    window = state.mtp
+    if window is not None:
+        assert next_tokens is not None
+        cache = prefill_draft_layer(params, config, hidden, next_tokens, counts, prefix_lens, table, cache)
+        rows = window_after_prefill(jax.tree.map(lambda x: rows_of(x, slots), window), hidden, next_tokens, counts)
+        window = jax.tree.map(lambda x, new: put_rows(x, slots, new), window, rows)
     complete = waiting & (prefix_lens + counts >= rows_of(state.pool.kv_lens, slots))
     status = jnp.where(complete, Status.RUNNING, rows_of(state.status, slots)).astype(jnp.int32)
-    return replace(state, cache=cache, status=put_rows(state.status, slots, status))
+    return replace(state, cache=cache, status=put_rows(state.status, slots, status), mtp=window)
 
 
 def is_running(state: DecodeState, slots: Int[Array, "b"]) -> Bool[Array, "b"]:

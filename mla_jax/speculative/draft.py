@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
-from mla_jax.model.attend import Attend, attend_decode, attend_tree
+from mla_jax.model.attend import Attend, attend_decode, attend_prefill, attend_tree
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import lm_logits, mtp_forward, new_positions
 from mla_jax.speculative.accept import Purpose, purpose_keys
@@ -138,6 +138,30 @@ class Drafter:
     ) -> tuple[Float[Array, "B S E"], Any]:
         module, layer = self.params.mtp[0], self.config.num_layers
         return mtp_forward(module, self.params, self.config, layer, hidden, next_tokens, positions, cache, attend)
+
+
+def prefill_draft_layer(
+    params: ModelParams,
+    config: MLAConfig,
+    hidden: Float[Array, "B S E"],
+    next_tokens: Int[Array, "B S"],
+    counts: Int[Array, "B"],
+    prefix_lens: Int[Array, "B"],
+    block_table: Int[Array, "B M"],
+    cache: PagedKVCache,
+) -> PagedKVCache:
+    """Leaves the module's latents of a chunk of each prompt in the draft layer.
+
+    Args:
+        hidden: what `prefill` returned for the chunk.
+        next_tokens: int32 `[B, S]`, the token behind each of the chunk's.
+        counts, prefix_lens, block_table, cache: as for `prefill`; the cache is the one it returned.
+    """
+    offsets = jnp.arange(next_tokens.shape[1], dtype=jnp.int32)[None]
+    positions = prefix_lens[:, None] + offsets
+    attend = attend_prefill(config, block_table, prefix_lens, positions, offsets < counts[:, None])
+    module, layer = params.mtp[0], config.num_layers
+    return mtp_forward(module, params, config, layer, hidden, next_tokens, positions, cache, attend)[1]
 
 
 def likeliest(logits: Float[Array, "B vocab"], _: int) -> tuple[Int[Array, "B"], None]:

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from mla_jax.attention.api import step_schedule
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
 from mla_jax.config import MLAConfig
@@ -42,6 +44,7 @@ def verify(
     """
     num_nodes = draft.tokens.shape[1]
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)[None]
+    query = jax.ShapeDtypeStruct((*draft.tokens.shape, config.num_heads, config.latent_dim), params.embed.dtype)
     attend = attend_decode(
         config,
         block_table,
@@ -49,6 +52,7 @@ def verify(
         kv_lens[:, None] + nodes,
         nodes < room[:, None],
         tree_mask=None if speculation.is_chain else ancestors(draft, speculation.steps),
+        schedule=step_schedule(implementation, query, cache.layers[0], kv_lens + num_nodes),
         implementation=implementation,
     )
     return decode_stack(params, config, draft.tokens, kv_lens[:, None] + draft.depths, cache, attend)
