@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, ROWS
-from mla_jax.attention.mosaic_gpu.hardware import wait_for_count
+from mla_jax.attention.mosaic_gpu.hardware import count_out, wait_for_count
 from mla_jax.attention.mosaic_gpu.scores import LOWEST
 from mla_jax.attention.mosaic_gpu.work import Cta
 from mla_jax.schedule import TileSchedule
@@ -26,7 +26,21 @@ class _State(NamedTuple):
     output: jax.Array  # [512] weighted sum
 
 
-def merge(cta: Cta, worker: int, workers: int) -> None:
+class _Share(NamedTuple):
+    """The rows of a shared request that one warpgroup merges, and where the pieces are."""
+
+    request: jax.Array
+    pieces: jax.Array
+    first_slot: jax.Array  # workspace slot of the first piece
+    second_part: jax.Array  # slot of the piece after it; the others follow
+    begin: jax.Array  # rows `begin` to `end` of the row block
+    end: jax.Array
+
+    def slot(self, piece: jax.Array) -> jax.Array:
+        return jnp.where(piece == 0, self.first_slot, self.second_part + piece - 1)
+
+
+def merge(cta: Cta, worker: jax.Array, workers: int) -> None:
     """Merge a share of the rows of the first and the last request of this part, if others share them.
 
     Every part of a shared request merges 1 / pieces of its rows once all pieces are there. This cannot
@@ -37,44 +51,46 @@ def merge(cta: Cta, worker: int, workers: int) -> None:
         first = which == 0
         request = jnp.where(first, cta.begin_req, cta.end_req)
         there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
-        safe = lax.max(lax.min(request, jnp.int32(cta.problem.batch - 1)), jnp.int32(0))
-        pieces = cta.pieces(safe)
+        share = _share(cta, cta.existing(request), first, worker, workers)
 
-        @pl.when(there & (pieces > 1))
+        @pl.when(there & (share.pieces > 1))
         def _() -> None:
-            mine = jnp.where(first, cta.memory.metadata[cta.part, 4], 0)
-            wait_for_count(cta.counter(safe), pieces * SIGNALS_PER_PIECE)
+            counter, signals = cta.counter(share.request), share.pieces * SIGNALS_PER_PIECE
+            wait_for_count(counter, signals)
+            count_out(counter, signals, share.pieces * workers)
             # Few pieces: several rows at once keep enough loads in flight. Many: one row, many pieces.
-            few = pieces <= 4
-            pl.when(few)(lambda: _merge_rows(cta, safe, mine, worker, workers, rows=8, unroll=2))
-            pl.when(~few)(lambda: _merge_rows(cta, safe, mine, worker, workers, rows=1, unroll=16))
+            few = share.pieces <= 4
+            pl.when(few)(lambda: _merge_rows(cta, share, rows=8, unroll=2))
+            pl.when(~few)(lambda: _merge_rows(cta, share, rows=1, unroll=16))
 
         return nothing
 
     lax.fori_loop(0, 2, one, 0)
 
 
-def _merge_rows(
-    cta: Cta, request: jax.Array, mine: jax.Array, worker: int, workers: int, *, rows: int, unroll: int
-) -> None:
-    """Merge this worker's rows, `rows` at a time, reading `unroll` pieces of each at once."""
+def _share(cta: Cta, request: jax.Array, first: jax.Array, worker: jax.Array, workers: int) -> _Share:
     memory, problem = cta.memory, cta.problem
     pieces = cta.pieces(request)
+    mine = jnp.where(first, memory.metadata[cta.part, 4], 0)  # the index of this part's piece
+    mine = lax.max(lax.min(mine, cta.part), jnp.int32(0))  # that of an idle part means nothing
     first_part = cta.part - mine
-    first_piece = first_part + jnp.where(request == memory.metadata[first_part, 0], 0, problem.parts)
+    first_slot = first_part + jnp.where(request == memory.metadata[first_part, 0], 0, problem.parts)
     share = mine * workers + worker
     begin = lax.div(problem.copied_rows * share, workers * pieces)
     end = lax.div(problem.copied_rows * (share + 1), workers * pieces)
+    return _Share(request, pieces, first_slot, first_part + 1, begin, end)
 
-    def slot_of(piece: jax.Array) -> jax.Array:
-        return jnp.where(piece == 0, first_piece, first_part + piece)
+
+def _merge_rows(cta: Cta, share: _Share, *, rows: int, unroll: int) -> None:
+    """Merge a share, `rows` at a time, reading `unroll` pieces of each at once."""
+    memory, problem, pieces = cta.memory, cta.problem, share.pieces
 
     def tile(t: jax.Array, nothing: int) -> int:
-        row = [cta.row_block * ROWS + lax.min(begin + t * rows + j, end - 1) for j in range(rows)]
+        row = [cta.row_block * ROWS + lax.min(share.begin + t * rows + j, share.end - 1) for j in range(rows)]
 
         def step(i: jax.Array, states: tuple[_State, ...]) -> tuple[_State, ...]:
             piece = [i * unroll + u for u in range(unroll)]
-            slot = [slot_of(lax.min(p, pieces - 1)) for p in piece]  # only what was written is read
+            slot = [share.slot(lax.min(p, pieces - 1)) for p in piece]  # only what was written is read
             output = [[plgpu.load(memory.part_out.at[s, r], layout=VECTOR) for s in slot] for r in row]
             lse = [
                 [jnp.where(p < pieces, memory.part_lse[s, r], -jnp.inf) for p, s in zip(piece, slot, strict=True)]
@@ -88,12 +104,12 @@ def _merge_rows(
         for r, state in zip(row, states, strict=True):
             empty = state.total == 0
             total = jnp.where(empty, 1.0, state.total)
-            memory.out.at[request, r][...] = (state.output * (1.0 / total)).astype(problem.dtype)
+            memory.out.at[share.request, r][...] = (state.output * (1.0 / total)).astype(problem.dtype)
             lse = (state.top + jnp.log2(total)) * (1 / LOG2E)
-            memory.lse[request, r] = jnp.where(empty, -jnp.inf, lse)
+            memory.lse[share.request, r] = jnp.where(empty, -jnp.inf, lse)
         return nothing
 
-    lax.fori_loop(0, lax.div(end - begin + (rows - 1), jnp.int32(rows)), tile, 0)
+    lax.fori_loop(0, lax.div(share.end - share.begin + (rows - 1), jnp.int32(rows)), tile, 0)
 
 
 def _add(state: _State, lse: list[jax.Array], output: list[jax.Array]) -> _State:

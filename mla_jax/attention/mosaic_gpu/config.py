@@ -30,12 +30,12 @@ class KernelConfig:
         rope part lie in shared memory, and a product reads them from there again for every block.
     score_registers, value_registers: per thread of each role.
     held_back: how many value roles (0, 1: the left one, 2) wait with their products until the next scores are
-        done. Scores are then computed early, and tensor cores have work left during a softmax.
+        done, so that those are not delayed.
     """
 
     left_slots: int = 3
     right_slots: int = 2
-    register_tiles: int = 6
+    register_tiles: int = 5
     score_registers: int = 184
     value_registers: int = VALUE_REGISTERS
     held_back: int = 1
@@ -48,8 +48,8 @@ class KernelConfig:
             )
         if self.held_back not in (0, 1, 2):
             raise ValueError(f"{self.held_back=}: there are two value roles, so it must be 0, 1 or 2")
-        if not 5 <= self.register_tiles <= 7:
-            raise ValueError(f"{self.register_tiles=}: the left 4 tiles always are in registers; give 5, 6 or 7")
+        if self.register_tiles not in (5, 6):
+            raise ValueError(f"{self.register_tiles=}: the left 4 tiles always are in registers; give 5 or 6")
         if (used := self.shared_memory()) > SHARED_MEMORY:
             raise ValueError(
                 f"{self.left_slots=}, {self.right_slots=} need {used} bytes of shared memory, a CTA has "
@@ -63,11 +63,11 @@ class KernelConfig:
             raise ValueError(f"{registers=}: each must be a multiple of 8 from 24 to 256")
         if self.value_registers < VALUE_REGISTERS:
             raise ValueError(f"{self.value_registers=}: a value role needs at least {VALUE_REGISTERS}")
-        needed = 16 * self.register_tiles + PAGE // 2 + FREE_REGISTERS
+        needed = 16 * self.register_tiles + PAGE + FREE_REGISTERS
         if self.score_registers < needed:
             raise ValueError(
-                f"{self.score_registers=}: {self.register_tiles} query tiles and the scores need {needed}; lower "
-                "register_tiles"
+                f"{self.score_registers=}: {self.register_tiles} query tiles and the scores of two blocks need "
+                f"{needed}; lower register_tiles"
             )
         if (used := self.score_registers + 2 * self.value_registers) > REGISTERS:
             raise ValueError(

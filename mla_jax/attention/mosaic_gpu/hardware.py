@@ -5,12 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 from mla_jax.attention.mosaic_gpu.config import PAGE, WARPGROUP
 
@@ -66,6 +68,64 @@ def warpgroup_barrier(*, emulate: bool) -> None:
     barrier()
 
 
+def make_visible(*, emulate: bool) -> None:
+    """Let products and copies see what this thread stored in shared memory, once a signal has said that it did."""
+    if emulate:
+        plgpu.commit_smem()
+        return
+
+    @plgpu.inline_mgpu()
+    def fence(ctx: Any) -> None:
+        mgpu_utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    fence()
+
+
+def rescale(matrix: jax.Array, factor: jax.Array, *, emulate: bool) -> jax.Array:
+    """matrix * factor[:, None] for a 64-row MATRIX; a warp whose 16 factors all are 1 skips the multiplications."""
+    if emulate:
+        return matrix * lax.broadcast_in_dim(factor, matrix.shape, [0])
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)
+    def multiply(ctx: Any, matrix: Any, factor: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
+        differs = arith.constant(ir.IntegerType.get_signless(1), 0)
+        for register in factor.registers.flat:
+            if isinstance(register.type, ir.VectorType):
+                register = vector.extract(register, dynamic_position=[], static_position=[0])
+            differs = arith.ori(differs, arith.cmpf(arith.CmpFPredicate.UNE, register, one))
+        differs = nvvm.vote_sync(mgpu_utils.c(0xFFFFFFFF, i32), differs, "any")
+        branch: Any = scf.IfOp(differs, [r.type for r in matrix.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            product = matrix * factor.broadcast_in_dim(matrix.shape, (0,), matrix.layout)
+            scf.yield_(list(product.registers.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(matrix.registers.flat))
+        registers = np.array(list(branch.results), dtype=object).reshape(matrix.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=matrix.layout, _is_signed=matrix.is_signed)
+
+    return multiply(matrix, factor)
+
+
+def store_rows(target: Ref, matrix: jax.Array, rows: int) -> None:
+    """Store the first `rows` of a (64, n) MATRIX in global memory, and maybe some more: warps hold 16 rows each."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(ctx: Any, target: Any, matrix: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        warp = arith.divui(arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(WARPGROUP, i32)), mgpu_utils.c(32, i32))
+        used = arith.cmpi(arith.CmpIPredicate.ult, warp, mgpu_utils.c(-(-rows // 16), i32))
+        branch: Any = scf.IfOp(used)  # type: ignore[call-arg]
+        with ir.InsertionPoint(branch.then_block):
+            matrix.store_untiled(target, optimized=False)
+            scf.yield_([])
+
+    store(target, matrix)
+
+
 def count_up(counter: Ref) -> None:
     """Publish this warpgroup's stores to global memory, then add 1 to a counter there."""
 
@@ -97,6 +157,23 @@ def wait_for_count(counter: Ref, count: jax.Array) -> None:
         )
 
     wait(counter, count)
+
+
+def count_out(counter: Ref, count: jax.Array, waiters: jax.Array) -> None:
+    """The last of `waiters` warpgroups that waited for `count` puts the counter back to 0."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+    def leave(ctx: Any, counter: Any, last: Any) -> None:
+        mgpu_utils.warpgroup_barrier()  # all four warps have seen the count
+        mgpu_utils.inline_ptx(
+            "red.release.gpu.global.inc.u32 [$0], $1;",  # wraps to 0 after `last`
+            mgpu_utils.memref_ptr(counter),
+            last.registers.item(),
+            predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+            has_side_effects=True,
+        )
+
+    leave(counter, count + waiters - 1)
 
 
 def clear_rows(tile: Ref, first: jax.Array, *, emulate: bool) -> None:

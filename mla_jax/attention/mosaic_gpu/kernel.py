@@ -6,10 +6,10 @@
 
 Why so. A WGMMA whose A operand lies in shared memory reads it again for every 64 columns of B, so that
 S = Q K^T alone fills the bandwidth of shared memory. Here one warpgroup does nothing but scores and keeps most
-of Q in registers: shared memory traffic per block of 64 keys drops to 2048 cycles, below the 2176 that tensor
-cores need. Q travels through the rings; what remains of it in shared memory is small, so that five halves of
-key blocks fit. The right values are multiplied at once, beside the next scores, so two right halves are enough;
-the left ones are held back until the next softmax, when tensor cores would be idle.
+of Q in registers: shared memory traffic per block of 64 keys drops to about the 2176 cycles that tensor cores
+need. Q travels through the rings; what remains of it in shared memory is small, so that five halves of key blocks
+fit. During the softmax of a block, tensor cores have the left half of the next scores and the left values of the
+block before. The right values are multiplied at once, so that two right slots are enough.
 """
 
 from typing import Any
@@ -56,8 +56,9 @@ def run_kernel(
         _cta_body(problem, config, emulate, Global(*refs), **scratch)
 
     body.__name__ = "mla_decode"
-    # The kernel counts in these, so they must be a reference: XLA would share one array of zeros between calls.
-    counters = jax.new_ref(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
+    # The kernel counts in these and leaves zeros behind, so calls can share one array of zeros. The barrier keeps XLA
+    # from turning it into a constant, which might lie where nobody can count.
+    counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
     # A single part shares no request.
     workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
     out, lse, part_out, part_lse = plgpu.kernel(
@@ -141,11 +142,10 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         plgpu.set_max_registers(config.score_registers, action="increase")
         score(cta)
 
-    def values(side: Side) -> None:
+    @pl.when(role != SCORE)
+    def _() -> None:
         plgpu.set_max_registers(config.value_registers, action="decrease")
-        accumulate(cta, side)
+        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
+        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
         if not emulate:
-            merge(cta, side, workers=2)
-
-    pl.when(role == VALUES_LEFT)(lambda: values(Side.LEFT))
-    pl.when(role == VALUES_RIGHT)(lambda: values(Side.RIGHT))
+            merge(cta, role - VALUES_LEFT, workers=2)

@@ -1,5 +1,7 @@
 """The score role: queries stay in registers, S = Q K^T, softmax, probabilities into shared memory."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +11,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE
-from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, make_visible, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn
 
 MATRIX = plgpu.Layout.WGMMA
 ROW = MATRIX.reduce(1)  # one value per row of a MATRIX
 LOWEST = -1e30  # the running maximum before any key: finite, so that no inf - inf arises
+COLUMNS = 8  # of a MATRIX in which each thread holds two: the narrowest
+SLACK = 8.0  # a probability may reach 2**SLACK before the maximum follows: rescaling outputs is dear, this is free
 HIDDEN = -1e33  # a masked logit: far below LOWEST, so that its probability is 0 even if no key is visible
 
 
@@ -28,57 +32,58 @@ class Queries(NamedTuple):
 class Softmax(NamedTuple):
     """Running softmax over the keys seen so far, base 2."""
 
-    top: jax.Array  # [64] largest logit
-    total: jax.Array  # [64] sum of exp2(logit - top)
+    top: jax.Array  # [64] largest logit, or up to SLACK below it
+    totals: jax.Array  # [64, 8] sums of exp2(logit - top) over every eighth key: adding them up can wait
+
+    @classmethod
+    def empty(cls) -> "Softmax":
+        """Before the first key."""
+        top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
+        return cls(top, plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), MATRIX))
 
 
 def score(cta: Cta) -> None:
-    """Score every block of every request, and write the log-sum-exp."""
+    """Score every block of every request, and write the log-sum-exp.
+
+    The products of a block are under way while the softmax of the block before is computed.
+    """
     config = cta.config
     scale = cta.memory.scale[0]
     logit_scale = jnp.abs(scale) * LOG2E
 
     def request(r: jax.Array, turn: Turn) -> Turn:
         segment = cta.segment(r)
-        queries = _take_queries(cta, turn, jnp.where(scale < 0, -1.0, 1.0))
+        queries = _take_queries(cta, turn, negate=scale < 0)
         turn = turn.after(config)
 
-        def block(masked: bool, i: jax.Array, carry: tuple[Softmax, Turn]) -> tuple[Softmax, Turn]:
-            softmax, turn = carry
-            products = _products(cta, queries, turn)
-            if config.held_back:
+        def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Turn]) -> Any:
+            softmax, products, turn = carry
 
-                @pl.when(i > segment.first)
-                def _() -> None:
-                    cta.next_scores_done.send(turn.previous_left(config))
+            def publish() -> Softmax:
+                return _publish(cta, segment, i, turn, softmax, products, logit_scale, masked=masked)
 
-            visible = _visible(cta, segment, i) if masked else None
-            softmax, decay, probabilities = _advance(softmax, products, logit_scale, visible)
-            warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
-            cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
-            cta.decay(turn.left)[...] = decay
-            cta.total(turn.left)[...] = softmax.total
-            if masked:
-                _clear_unowned_values(cta, segment, i, turn)
-            plgpu.commit_smem()
-            _send_scored(cta, turn)
-            return softmax, turn.after(config)
+            softmax, products = _products(cta, queries, turn.after(config), publish)
+            _free_held_back(cta, turn)
+            return softmax, products, turn.after(config)
 
-        softmax = Softmax(
-            plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW),
-        )
-        mask_from = lax.max(lax.min(_first_masked_block(cta, segment.length), segment.end), segment.first)
-        carry = (softmax, turn)
-        carry = lax.fori_loop(segment.first, mask_from, lambda i, c: block(False, i, c), carry)
-        softmax, turn = lax.fori_loop(mask_from, segment.end, lambda i, c: block(True, i, c), carry)
-        if config.held_back:
-            cta.next_scores_done.send(turn.previous_left(config))
+        _, products = _products(cta, queries, turn, lambda: None)
+        last = segment.end - 1
+        mask_from = lax.max(lax.min(_first_masked_block(cta, segment.length), last), segment.first)
+        carry = (Softmax.empty(), products, turn)
+        carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
+        softmax, products, turn = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
+        softmax = _publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True)
+        _free_held_back(cta, turn)
         _store_lse(cta, segment, softmax)
-        return turn
+        return turn.after(config)
 
     cta.for_each_request(request, Turn.start())
     plgpu.wait_smem_to_gmem(0)
+
+
+def _free_held_back(cta: Cta, turn: Turn) -> None:
+    if cta.config.held_back:
+        cta.next_scores_done.send(turn.left)
 
 
 def _send_scored(cta: Cta, turn: Turn) -> None:
@@ -86,58 +91,90 @@ def _send_scored(cta: Cta, turn: Turn) -> None:
         signal.send(turn.left)
 
 
-def _take_queries(cta: Cta, turn: Turn, sign: jax.Array) -> Queries:
-    """Move queries times `sign` out of their slots, and give the slots back."""
+def _take_queries(cta: Cta, turn: Turn, *, negate: jax.Array) -> Queries:
+    """Move queries out of their slots, and give the slots back."""
     plgpu.barrier_wait(cta.left_full.at[turn.left])
     plgpu.barrier_wait(cta.right_full.at[turn.right])
-    sign = sign.astype(cta.problem.dtype)
     left, right, rope = cta.slots.left.at[turn.left], cta.slots.right.at[turn.right], cta.slots.rope.at[turn.left]
+
+    @pl.when(negate)
+    def _() -> None:
+        for part in (left, right, rope):
+            part[...] = -plgpu.load(part, layout=MATRIX)
+        plgpu.commit_smem()
+
     kept = cta.config.register_tiles * TILE - HALF  # right dims that stay in registers
     moved = HALF - kept
-
-    def take(source: Ref) -> jax.Array:
-        return plgpu.load(source, layout=MATRIX) * sign
-
-    cta.queries.at[:, pl.ds(0, moved)][...] = take(right.at[:, pl.ds(kept, moved)])
-    cta.queries.at[:, pl.ds(moved, ROPE)][...] = take(rope)
-    queries = Queries(take(left), take(right.at[:, pl.ds(0, kept)]))
+    cta.queries.at[:, pl.ds(0, moved)][...] = plgpu.load(right.at[:, pl.ds(kept, moved)], layout=MATRIX)
+    cta.queries.at[:, pl.ds(moved, ROPE)][...] = plgpu.load(rope, layout=MATRIX)
+    queries = Queries(plgpu.load(left, layout=MATRIX), plgpu.load(right.at[:, pl.ds(0, kept)], layout=MATRIX))
     plgpu.commit_smem()  # the slots have been read, and what was stored is there for products
     _send_scored(cta, turn)
     return queries
 
 
-def _products(cta: Cta, queries: Queries, turn: Turn) -> jax.Array:
-    """Q K^T of one block: [64, 64] float32."""
+def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
+    """Result of `meanwhile`, and Q K^T of one block: [64, 64] float32, under way meanwhile.
+
+    The right half is waited for late: its slot is that of the block before the last, whose values may be in use.
+    """
     left, right, rope = cta.slots.left.at[turn.left], cta.slots.right.at[turn.right], cta.slots.rope.at[turn.left]
     kept = queries.right.shape[1]
     moved = HALF - kept
     right_kept, right_moved = right.at[:, pl.ds(0, kept)], right.at[:, pl.ds(kept, moved)]
     query_moved, query_rope = cta.queries.at[:, pl.ds(0, moved)], cta.queries.at[:, pl.ds(moved, ROPE)]
     if cta.emulate:
-        plgpu.barrier_wait(cta.left_full.at[turn.left])
-        plgpu.barrier_wait(cta.right_full.at[turn.right])
-        pairs = (
-            (queries.left, left),
-            (query_rope[...], rope),
-            (queries.right, right_kept),
-            (query_moved[...], right_moved),
-        )
-        products = jnp.zeros((ROWS, PAGE), jnp.float32)
-        for q, k in pairs:
-            products += jnp.dot(q.astype(jnp.float32), k[...].astype(jnp.float32).T)
-        plgpu.commit_smem()  # the slots have been read
-        return products
 
-    def issue(products: Any) -> jax.Array:
+        def dot(q: jax.Array, k: Ref) -> jax.Array:
+            return jnp.dot(q.astype(jnp.float32), k[...].astype(jnp.float32).T)
+
+        plgpu.barrier_wait(cta.left_full.at[turn.left])
+        products = dot(queries.left, left) + dot(query_rope[...], rope)
+        plgpu.commit_smem()  # the slot has been read
+        result = meanwhile()
+        plgpu.barrier_wait(cta.right_full.at[turn.right])
+        products += dot(queries.right, right_kept) + dot(query_moved[...], right_moved)
+        plgpu.commit_smem()
+        return result, products
+
+    def issue(products: Any) -> tuple[Any, jax.Array]:
         plgpu.barrier_wait(cta.left_full.at[turn.left])
         plgpu.wgmma(products, queries.left, left.transpose((1, 0)))
         plgpu.wgmma(products, query_rope, rope.transpose((1, 0)))
+        result = meanwhile()
         plgpu.barrier_wait(cta.right_full.at[turn.right])
         plgpu.wgmma(products, queries.right, right_kept.transpose((1, 0)))
         plgpu.wgmma(products, query_moved, right_moved.transpose((1, 0)))
-        return products[...]
+        return result, products[...]
 
     return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
+
+
+def _publish(
+    cta: Cta,
+    segment: Segment,
+    block: jax.Array,
+    turn: Turn,
+    softmax: Softmax,
+    products: jax.Array,
+    scale: jax.Array,
+    *,
+    masked: bool,
+    last: bool = False,
+) -> Softmax:
+    """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
+    visible = _visible(cta, segment, block) if masked else None
+    softmax, decay, probabilities = _advance(softmax, products, scale, visible)
+    warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
+    cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
+    cta.decay(turn.left)[...] = decay
+    if last:
+        cta.total(turn.left)[...] = softmax.totals.sum(axis=1)
+    if masked:
+        _clear_unowned_values(cta, segment, block, turn)
+    make_visible(emulate=cta.emulate)
+    _send_scored(cta, turn)
+    return softmax
 
 
 def _advance(
@@ -149,10 +186,13 @@ def _advance(
     else:
         logits = jnp.where(visible, products * scale, HIDDEN)
         highest = logits.max(axis=1)
-    top = jnp.maximum(softmax.top, highest)
+    top = jnp.where(highest > softmax.top + SLACK, highest, softmax.top)
     decay = jnp.exp2(softmax.top - top)
     probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [0]))
-    return Softmax(top, softmax.total * decay + probabilities.sum(axis=1)), decay, probabilities
+    totals = softmax.totals * lax.broadcast_in_dim(decay, softmax.totals.shape, [0])
+    for column in range(0, PAGE, COLUMNS):  # a thread's own numbers: no exchange with other threads
+        totals += probabilities[:, column : column + COLUMNS]
+    return Softmax(top, totals), decay, probabilities
 
 
 def _first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
@@ -201,8 +241,8 @@ def nonzero(total: jax.Array) -> jax.Array:
 def _store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
     """Natural-log lse of a whole request; base 2, beside the counter, of a piece."""
     r = segment.request
-    lse = softmax.top + jnp.log2(nonzero(softmax.total))
-    lse = jnp.where(softmax.total == 0, -jnp.inf, lse)
+    total = softmax.totals.sum(axis=1)
+    lse = jnp.where(total == 0, -jnp.inf, softmax.top + jnp.log2(nonzero(total)))
     whole = cta.pieces(r) == 1
 
     @pl.when(whole)

@@ -42,9 +42,11 @@ class Upcoming(NamedTuple):
         request = self.request + jnp.where(over, 1, 0)
         segment = cta.segment(cta.existing(request))
         block = jnp.where(over, QUERIES, block)
-        # The table is only read where the request has keys; page 0 stands in and is masked.
-        owned = (block >= 0) & (block * PAGE < segment.length)
-        page = jnp.where(owned, cta.memory.table[segment.request, jnp.where(owned, block, 0)], 0)
+        # Entries behind a request's keys hold anything: page 0 stands in and is masked. They are read nevertheless,
+        # since waiting for the length first would double the time until the page is known.
+        width = cta.memory.table.shape[1]
+        page = cta.memory.table[segment.request, lax.max(lax.min(block, jnp.int32(width - 1)), jnp.int32(0))]
+        page = jnp.where((block >= 0) & (block * PAGE < segment.length), page, 0)
         return Upcoming(request, block, segment.end, page)
 
 

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, ROWS
-from mla_jax.attention.mosaic_gpu.hardware import count_up, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import count_up, rescale, store_rows, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.scores import MATRIX, ROW, nonzero
 from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side, Turn
@@ -37,8 +37,10 @@ def accumulate(cta: Cta, side: Side) -> None:
         output = _add_block(cta, side, output, turn, buffer)
         inverse = 1.0 / nonzero(plgpu.load(cta.total(turn.left), layout=ROW))
         output = output * lax.broadcast_in_dim(inverse, output.shape, [0])
-        _store(cta, r, side, output, buffer.at[turn.of(side)])
+        whole = cta.pieces(r) == 1
+        pl.when(whole)(lambda: _store_whole(cta, r, side, output, buffer.at[turn.of(side)]))
         item = _reuse(cta, side, turn, item)
+        pl.when(~whole)(lambda: _store_piece(cta, r, side, output))
         return turn.after(config), item
 
     cta.for_each_request(request, (Turn.start(), fill_all(cta, side)))
@@ -49,7 +51,7 @@ def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref)
     """decay * output + P V for this side's half of V."""
     cta.scored[side].receive(turn.left)
     decay = plgpu.load(cta.decay(turn.left), layout=ROW)
-    output = output * lax.broadcast_in_dim(decay, output.shape, [0])
+    output = rescale(output, decay, emulate=cta.emulate)
     if side.held_back(cta.config):
         cta.next_scores_done.receive(turn.left)
     probabilities, values = cta.slots.rope.at[turn.left], buffer.at[turn.of(side)]
@@ -70,24 +72,23 @@ def _reuse(cta: Cta, side: Side, turn: Turn, item: Upcoming) -> Upcoming:
     return fill(cta, side, turn.of(side), item)
 
 
-def _store(cta: Cta, request: jax.Array, side: Side, output: jax.Array, stage: Ref) -> None:
-    """A whole request goes out rounded, through `stage`; a piece goes to the workspace in float32."""
-    columns = pl.ds(side * HALF, HALF)
-    whole = cta.pieces(request) == 1
+def _store_whole(cta: Cta, request: jax.Array, side: Side, output: jax.Array, stage: Ref) -> None:
+    """A whole request goes out rounded, through `stage`."""
+    warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the values in the stage
+    stage[...] = output.astype(cta.problem.dtype)
+    plgpu.commit_smem()
+    rows = cta.problem.copied_rows
+    staged = stage if rows == ROWS else stage.at[pl.ds(0, rows)]
+    plgpu.copy_smem_to_gmem(staged, cta.memory.out.at[request, cta.rows, pl.ds(side * HALF, HALF)])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(whole)
-    def _() -> None:
-        warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the values in the stage
-        stage[...] = output.astype(cta.problem.dtype)
-        plgpu.commit_smem()
-        rows = cta.problem.copied_rows
-        staged = stage if rows == ROWS else stage.at[pl.ds(0, rows)]
-        plgpu.copy_smem_to_gmem(staged, cta.memory.out.at[request, cta.rows, columns])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(~whole)
-    def _() -> None:
-        rows = pl.ds(cta.row_block * ROWS, ROWS)
-        cta.memory.part_out.at[cta.partial_slot(request), rows, columns][...] = output
-        if not cta.emulate:
-            count_up(cta.counter(request))
+def _store_piece(cta: Cta, request: jax.Array, side: Side, output: jax.Array) -> None:
+    """A piece of a request goes to the workspace in float32."""
+    rows = pl.ds(cta.row_block * ROWS, ROWS)
+    target = cta.memory.part_out.at[cta.partial_slot(request), rows, pl.ds(side * HALF, HALF)]
+    if cta.emulate:
+        target[...] = output
+        return
+    store_rows(target, output, cta.problem.copied_rows)
+    count_up(cta.counter(request))

@@ -38,7 +38,7 @@ def main() -> None:
 
     from mla_jax.attention.mosaic_gpu.config import KernelConfig
     from mla_jax.attention.mosaic_gpu.launch import decode_with
-    from mla_jax.schedule import TileSchedule
+    from mla_jax.schedule import tile_schedule
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x1")
     mesh = jax.sharding.Mesh(topology.devices, ("x",))
@@ -47,8 +47,7 @@ def main() -> None:
     def array(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
-    def call(q, cache, table, lens, scale, metadata, num_splits):
-        schedule = TileSchedule(metadata, num_splits)
+    def call(q, cache, table, lens, scale, schedule):
         return decode_with(KernelConfig(), q, cache, table, lens, scale, None, schedule, causal=True)
 
     jax.jit(call).lower(
@@ -57,8 +56,7 @@ def main() -> None:
         array(batch, 16),
         array(batch),
         array(1, dtype=jnp.float32),
-        array(parts, 8),
-        array(batch + 1),
+        jax.tree.map(lambda x: array(*x.shape), jax.eval_shape(lambda n: tile_schedule(n, parts), array(batch))),
     ).compile()
     (report,) = (path.read_text() for path in pathlib.Path(folder).glob("*.ptxas"))
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]

@@ -19,7 +19,7 @@ CASES = {
 }
 
 
-CONFIGS = [KernelConfig(held_back=0), KernelConfig(held_back=2), KernelConfig(register_tiles=7)]
+CONFIGS = [KernelConfig(held_back=0), KernelConfig(held_back=2), KernelConfig(register_tiles=6)]
 
 
 def run(config, parts, arrays, scale, *, causal=True, mask=None):
