@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
         raise InputError(f"{args.text} cannot be read ({getattr(e, 'strerror', e)}).") from None
     output = (CHECKPOINT if args.model is None else Path(args.model)) / SCALES_FILE
     output = output if args.output is None else Path(args.output)
-    model = load_model(args)
+    model = load_model(args, kv_scales=False)  # damaged ones are replaced
     if not output.parent.is_dir() or output.is_dir() or not os.access(output.parent, os.W_OK):  # before the long part
         raise InputError(f"{output} cannot be written; name a file in a folder that can with --output.")
     started = time.perf_counter()

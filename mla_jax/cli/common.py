@@ -61,12 +61,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_model(args: argparse.Namespace) -> Model:
+def load_model(args: argparse.Namespace, *, kv_scales: bool = True) -> Model:
     """The checkpoint that the options name. Raises ValueError in one sentence if it cannot be loaded."""
     folder = CHECKPOINT if args.model is None else Path(args.model)
     on_cpu = jax.default_backend() == "cpu"
     dtype = (jnp.float32 if on_cpu else jnp.bfloat16) if args.dtype == "auto" else DTYPES[args.dtype]
-    config, params = load_checkpoint(folder, dtype)
+    config, params = load_checkpoint(folder, dtype, kv_scales=kv_scales)
     name = "demo" if args.model is None else folder.name
     return Model(name, config, params, load_tokenizer(folder, config.vocab_size))
 

@@ -32,7 +32,9 @@ BLOCK_SIZE = (128, 128)  # rows and columns that share a scale in DeepSeek's FP8
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
 
 
-def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAConfig, ModelParams]:
+def load_checkpoint(
+    folder: str | Path, dtype: Any = jnp.bfloat16, *, kv_scales: bool = True
+) -> tuple[MLAConfig, ModelParams]:
     """Loads a checkpoint folder in Hugging Face's layout, one tensor at a time.
 
     Weights may be stored in bf16, fp16, fp32 or DeepSeek's block-scaled FP8 (`weight_scale_inv`), which is
@@ -45,6 +47,7 @@ def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAC
     Args:
         folder: holds `config.json` and `model.safetensors`, or shards with `model.safetensors.index.json`.
         dtype: of the loaded weights; routers stay in float32, since rounding them changes which experts are chosen.
+        kv_scales: read the scales of an FP8 cache; False for who is about to replace them.
 
     Returns:
         The config, with num_mtp_layers as many MTP modules as the folder holds (a difference to config.json is said
@@ -62,9 +65,9 @@ def load_checkpoint(folder: str | Path, dtype: Any = jnp.bfloat16) -> tuple[MLAC
     stored = _stored_tensors(folder)
     config = _with_stored_mtp(config, stored, folder)
     _check_complete(config, stored, block_size, folder)
-    kv_scales = read_kv_scales(folder, config, stored)
+    scales = read_kv_scales(folder, config, stored) if kv_scales else None
     reader = _Reader(stored, block_size, dtype)
-    return config, replace(build_params(config, reader.get, reader.get_experts), kv_scales=kv_scales)
+    return config, replace(build_params(config, reader.get, reader.get_experts), kv_scales=scales)
 
 
 def save_checkpoint(folder: str | Path, config: MLAConfig, params: ModelParams, dtype: Any = jnp.bfloat16) -> None:

@@ -43,6 +43,7 @@ def fails(capsys: pytest.CaptureFixture, *argv: object) -> str:
 
 def test_scales_land_beside_the_checkpoint(capsys: pytest.CaptureFixture, model: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
+    (model / SCALES_FILE).write_text("{}")  # damaged: it is replaced
     report = run_json(capsys, "calibrate", "--text", text, "--model", model)
     config, params = load_checkpoint(model, jnp.float32)
     expected = calibrate(params, config, list(TEXT))
