@@ -11,7 +11,7 @@ ARGS ?=
 # To test another version than the newest that pyproject.toml admits: make test VENV=.venv-oldest JAX=jax==0.11.2
 JAX ?=
 
-.PHONY: help demo test test-full lint bench-cpu clean
+.PHONY: help demo test test-full lint bench-cpu bench-cache clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +33,9 @@ lint: $(VENV)/.lint ## ruff and mypy
 
 bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU
 	$(PYTHON) tests/benchmarks/xla_against_sdpa.py
+
+bench-cache: $(VENV)/.test ## What an FP8 cache costs the demo model, sound and broken; ARGS="--max-bytes 8192" is quicker
+	$(PYTHON) tests/benchmarks/fp8_accuracy.py $(ARGS)
 
 clean: ## Remove .venv
 	rm -rf $(VENV)

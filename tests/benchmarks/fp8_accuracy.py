@@ -75,7 +75,8 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A row of results after the other; the first is what the others are compared with.
 
-    What a row holds: bits_per_byte; excess, relative to bf16; top1_agreement with bf16.
+    A row holds bits_per_byte; excess, relative to bf16; top1_agreement with bf16. What else a cache may cost, such as
+    accepted drafts, belongs in the same rows.
     """
     baseline: Score | None = None
     for row in rows:

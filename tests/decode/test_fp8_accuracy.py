@@ -1,4 +1,4 @@
-"""What an FP8 cache may cost the demo model, and that a broken one is caught. The table: `make bench-fp8`."""
+"""What an FP8 cache may cost the demo model, and that a broken one is caught. The table: `make bench-cache`."""
 
 from typing import Any
 
