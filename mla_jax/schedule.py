@@ -168,23 +168,33 @@ class _Cut:
 
 def _cut(blocks: Int32[Array, " B"], parts: int) -> _Cut:
     batch = blocks.shape[0]
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(blocks + REQUEST_OVERHEAD)])  # [B + 1]
+    index = jnp.arange(batch + 1, dtype=jnp.int32)
+    # Everything here is small, and a kernel launch costs more than it computes: sums over all pairs become one
+    # reduction each, where a cumulative sum or a binary search would be several kernels.
+    before = jnp.arange(batch, dtype=jnp.int32)[None, :] < index[:, None]
+    starts = jnp.sum(jnp.where(before, blocks + REQUEST_OVERHEAD, 0), axis=1, dtype=jnp.int32)  # [B + 1]
     total = starts[-1]
     quota = lax.div(total + (parts - 1), parts)
     bounds = jnp.minimum(_boundaries(starts, quota, parts), total)  # [parts + 1]
-    # Starts are sorted, so counting is searching; a count fuses where a binary search would not.
     req = jnp.sum(starts[None, :] <= bounds[:, None], axis=1, dtype=jnp.int32) - 1
     unit = bounds - starts[req]
-    begin_req, begin_unit = req[:-1], unit[:-1]
-    # A boundary inside a request adds a piece to it.
-    inside = begin_unit > 0
-    same = (begin_req[:, None] == begin_req[None, :]) & inside[None, :] & inside[:, None]
-    earlier = jnp.arange(parts)[None, :] <= jnp.arange(parts)[:, None]
-    begin_split = jnp.sum(same & earlier, axis=1, dtype=jnp.int32)
-    index = jnp.arange(batch + 1, dtype=jnp.int32)
-    cuts_before = jnp.sum(inside[None, :] & (begin_req[None, :] < index[:, None]), axis=1, dtype=jnp.int32)
+    begin_split, cuts_before = _count_cuts(req[:-1], unit[:-1] > 0, batch)
     end_req = jnp.where(unit[1:] > 0, req[1:], req[1:] - 1)
-    return _Cut(begin_req, begin_unit, begin_split, end_req, unit[1:], index + cuts_before)
+    return _Cut(req[:-1], unit[:-1], begin_split, end_req, unit[1:], index + cuts_before)
+
+
+def _count_cuts(begin_req: Array, inside: Array, batch: int) -> tuple[Array, Array]:
+    """Boundaries that lie inside a request add a piece to it: how many of a part's request lie at or before its own,
+    and how many lie in requests before each. One reduction for both."""
+    parts = begin_req.shape[0]
+    row = jnp.arange(parts + batch + 1, dtype=jnp.int32)
+    is_part = row < parts
+    request = jnp.where(is_part, begin_req[jnp.minimum(row, parts - 1)], row - parts)
+    earlier = jnp.arange(parts, dtype=jnp.int32)[None, :] <= row[:, None]
+    same = (begin_req[None, :] == request[:, None]) & earlier
+    counted = jnp.where(is_part[:, None], same, begin_req[None, :] < request[:, None]) & inside[None, :]
+    counts = jnp.sum(counted, axis=1, dtype=jnp.int32)
+    return jnp.where(inside, counts[:parts], 0), counts[parts:]
 
 
 def _boundaries(starts: Array, quota: Array, parts: int) -> Array:

@@ -21,6 +21,7 @@ from mla_jax.demo import CHECKPOINT
 from mla_jax.errors import InputError
 from mla_jax.model.load import load_checkpoint
 from mla_jax.model.params import ModelParams
+from mla_jax.speculative.config import Speculation
 from mla_jax.tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -59,6 +60,35 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run",
     )
+
+
+def add_speculation_options(parser: argparse.ArgumentParser) -> None:
+    """How many tokens a step drafts; see `speculation_of`."""
+    parser.add_argument(
+        "--mtp-steps",
+        type=int,
+        metavar="N",
+        help="draft N tokens ahead with the model's multi-token-prediction module; default: no drafts",
+    )
+    parser.add_argument(
+        "--mtp-topk", type=int, default=1, metavar="K", help="tokens a draft branches into; default 1: a chain"
+    )
+    parser.add_argument(
+        "--mtp-draft-tokens",
+        type=int,
+        metavar="M",
+        help="nodes that are verified at once, with the root; default N + 1 for a chain, 1 + N·K for a tree",
+    )
+
+
+def speculation_of(args: argparse.Namespace) -> Speculation | None:
+    """What the options ask for. Raises ValueError in one sentence."""
+    if args.mtp_steps is None:
+        if args.mtp_topk != 1 or args.mtp_draft_tokens is not None:
+            raise InputError("--mtp-topk and --mtp-draft-tokens need --mtp-steps N, the tokens to draft ahead.")
+        return None
+    nodes = 1 + args.mtp_steps * args.mtp_topk if args.mtp_draft_tokens is None else args.mtp_draft_tokens
+    return Speculation(args.mtp_steps, args.mtp_topk, nodes)
 
 
 def load_model(args: argparse.Namespace, *, kv_scales: bool = True) -> Model:

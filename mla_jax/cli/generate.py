@@ -14,10 +14,12 @@ from mla_jax.cache.formats import PAGE_SIZE, kv_format
 from mla_jax.cli.common import (
     Model,
     add_model_options,
+    add_speculation_options,
     load_model,
     parse_bytes,
     physical_memory,
     progress_bar,
+    speculation_of,
     table,
     waiting,
 )
@@ -74,6 +76,7 @@ def add_parser(commands: Any) -> None:
         help="pages of 64 tokens in the pool; default: what the prompts and new tokens need",
     )
     pool.add_argument("--cache-bytes", metavar="N", help="size of the pool instead, such as 64MiB, all layers")
+    add_speculation_options(parser)
     add_model_options(parser)
     parser.set_defaults(run=run)
 
@@ -87,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"--{name} must be at least 1, got {number}.")
     sampling = Sampling.create(args.temperature, args.top_k, args.top_p)
     kv_format(args.kv_format)  # refuse it before loading anything
+    speculation = speculation_of(args)
     model = load_model(args)
     settings = Settings(
         max_new_tokens=args.max_new_tokens,
@@ -97,6 +101,7 @@ def run(args: argparse.Namespace) -> None:
         num_slots=args.slots,
         num_pages=_num_pages(args, model.config),
         implementation=args.implementation,
+        speculation=speculation,
     )
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]
     with waiting("prefill and compilation …") as done:
@@ -125,7 +130,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _num_pages(args: argparse.Namespace, config: MLAConfig) -> int | None:
     """Of the pool, with the reserved page; None leaves it to `generate`."""
-    page_bytes = PAGE_SIZE * config.num_layers * kv_format(args.kv_format).bytes_per_token(config.latent_dim)
+    num_layers = config.num_layers if args.mtp_steps is None else config.num_cache_layers
+    page_bytes = PAGE_SIZE * num_layers * kv_format(args.kv_format).bytes_per_token(config.latent_dim)
     if args.pages is not None:
         num_pages = args.pages + 1
     elif args.cache_bytes is not None:
@@ -204,9 +210,17 @@ def _report(prompts: list[str], model: Model, settings: Settings, result: Genera
                 "finish_reason": sequence.finish_reason,
             }
         )
+    drafts = {}
+    if settings.speculation is not None:
+        drafts = {
+            "accept_length": round(result.accept_length, 4),
+            "accept_histogram": {str(n): times for n, times in sorted(result.accept_histogram.items())},
+            "draft_steps": settings.speculation.steps,
+        }
     return {
         "sequences": sequences,
         "steps": result.steps,
+        **drafts,
         "shared_prompt_tokens": result.shared_tokens,
         "tokens_per_second": round(result.tokens_per_second, 1),
         "prefill_seconds": round(result.prefill_seconds, 3),
@@ -233,6 +247,10 @@ def _print(report: dict[str, Any], result: Generation) -> None:
             print(f"{sequence['prompt']}{sequence['text']}\n[{sequence['finish_reason']}]\n")
     pages, tokens = report["pages"], sum(len(s.tokens) for s in result.sequences)
     returned = pages["free_after"] - (pages["total"] - pages["used"])
+    drafts = {}
+    if "accept_length" in report:
+        often = ", ".join(f"{n}: {times}" for n, times in report["accept_histogram"].items())
+        drafts["drafts"] = f"{report['accept_length']:.2f} tokens per step of a sequence (how often how many: {often})"
     print(
         ("\n\n" if len(report["sequences"]) == 1 else "")
         + table(
@@ -243,6 +261,7 @@ def _print(report: dict[str, Any], result: Generation) -> None:
                 "beside that": f"{report['compile_seconds']:.2f} s to compile, "
                 f"{report['prefill_seconds']:.2f} s of prefill",
                 "speed": f"{report['tokens_per_second']:.1f} tokens/s",
+                **drafts,
                 "finished by": ", ".join(sorted({s["finish_reason"] for s in report["sequences"]})),
                 "cache": f"{report['kv_bytes_per_token']} bytes per token and layer",
                 "pages": f"{pages['used']} used of {pages['total']}, {returned} returned",

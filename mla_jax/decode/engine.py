@@ -6,7 +6,7 @@ then has to know how many pages are free.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.config import MLAConfig
-from mla_jax.decode.graphs import Graphs, check_buckets, default_buckets
+from mla_jax.decode.graphs import Chunk, Graphs, check_buckets, default_buckets
 from mla_jax.decode.request import Request, Update, check_request, common_prefix, pages_for
 from mla_jax.decode.state import Entry, Status, cancel, empty_state, enter
 from mla_jax.decode.step import Emitted
@@ -23,8 +23,11 @@ from mla_jax.errors import InputError
 from mla_jax.model.attend import attention_implementation
 from mla_jax.model.cache import create_cache
 from mla_jax.model.params import ModelParams
+from mla_jax.speculative.config import Speculation
+from mla_jax.speculative.window import MTPWindow
 
-LAG = 2  # steps that the host reads behind the device
+LAG = 2  # calls of a step that the host reads behind the device
+STEPS_PER_VISIT = 8  # on an H200 a call costs the host 0.3 ms, and a step of a small model the device 0.15
 PREFILL_CHUNKS = (32, 128)  # tokens of each prompt per step of prefill
 
 
@@ -65,6 +68,7 @@ class Stats:
         most_pages: in use at any time.
         prefill_seconds: of prefill while nothing was being decoded, which the host waits for.
         compile_seconds: of all steps.
+        accept_histogram: how often a request committed so many tokens in a step.
     """
 
     decode_steps: int = 0
@@ -73,6 +77,18 @@ class Stats:
     most_pages: int = 0
     prefill_seconds: float = 0.0
     compile_seconds: float = 0.0
+    accept_histogram: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a request commits in a step, on average; 1 without speculation."""
+        steps = sum(self.accept_histogram.values())
+        return sum(n * times for n, times in self.accept_histogram.items()) / max(steps, 1)
+
+    def count(self, tokens: np.ndarray) -> None:
+        """Notes what a request committed in some steps, `[steps, K]`."""
+        committed = (tokens >= 0).sum(axis=1)
+        self.accept_histogram.update(committed[committed > 0].tolist())
 
 
 @dataclass
@@ -98,10 +114,13 @@ class Engine:
         implementation: as for `mla_decode`.
         buckets: batch sizes to compile steps for, of which the largest is num_slots; None takes 1, 4, 16, ….
         prefill_chunk: prompt tokens of each request per step of prefill.
+        steps_per_visit: decode steps that the device runs before the host may let requests join or leave. None takes 1
+            on a CPU and 8 elsewhere, where starting a step takes the host longer than a small step takes the device.
+        speculation: how many tokens a step drafts with the model's multi-token-prediction module; None for none.
         max_stop_tokens: that a request may have.
 
     Raises:
-        ValueError: sizes that fit nothing, an unknown format.
+        ValueError: sizes that fit nothing, an unknown format, speculation with a model that has no such module.
         NotImplementedError: the implementation or format cannot run here.
     """
 
@@ -117,9 +136,14 @@ class Engine:
         implementation: str | Sequence[str] | None = None,
         buckets: Sequence[int] | None = None,
         prefill_chunk: int = PREFILL_CHUNKS[-1],
+        steps_per_visit: int | None = None,
+        speculation: Speculation | None = None,
         max_stop_tokens: int = 8,
     ):
-        for name, size in (("num_slots", num_slots), ("prefill_chunk", prefill_chunk)):
+        steps = (
+            (1 if jax.default_backend() == "cpu" else STEPS_PER_VISIT) if steps_per_visit is None else steps_per_visit
+        )
+        for name, size in (("num_slots", num_slots), ("prefill_chunk", prefill_chunk), ("steps_per_visit", steps)):
             if size < 1:
                 raise InputError(f"{name} must be at least 1, got {size}.")
         longest = config.max_position if max_seq_len is None else max_seq_len
@@ -129,6 +153,8 @@ class Engine:
             num_pages = 1 + num_slots * pages_for(longest)
         elif num_pages < 2:
             raise InputError(f"num_pages must be at least 2 (page 0 is reserved), got {num_pages}.")
+        if speculation is not None:
+            speculation.check_model(config)
         self.config = config
         self.max_seq_len = longest
         self.pages_total = num_pages - 1
@@ -140,9 +166,15 @@ class Engine:
             attention_implementation(config, params.embed.dtype, kv_format, implementation),
             default_buckets(num_slots) if buckets is None else check_buckets(buckets, num_slots),
             tuple(sorted({c for c in PREFILL_CHUNKS if c < prefill_chunk} | {prefill_chunk})),
+            steps,
+            speculation,
         )
         self._state = empty_state(
-            create_cache(params, config, num_pages, kv_format), num_slots, pages_for(longest), self.max_stop_tokens
+            create_cache(params, config, num_pages, kv_format, mtp=speculation is not None),
+            num_slots,
+            pages_for(longest),
+            self.max_stop_tokens,
+            None if speculation is None else _empty_window(params, speculation, num_slots),
         )
         self._free_slots = list(range(num_slots))
         self._q = _Queues()
@@ -176,9 +208,8 @@ class Engine:
             padding = np.full((rows,), slots, np.int32)
             for greedy in (True, False) if sampled else (True,):
                 self._state, _ = graphs.decode(self._state, jax.device_put(padding), greedy)
-            none = np.zeros((rows,), np.int32)
-            for chunk in graphs.chunks:
-                self._state = graphs.prefill(self._state, padding, np.zeros((rows, chunk), np.int32), none, none)
+            for width in graphs.chunks:
+                self._state = graphs.prefill(self._state, Chunk.padding(rows, width, slots))
         self.stats.compile_seconds = graphs.compile_seconds
         return graphs.compile_seconds - before
 
@@ -274,10 +305,14 @@ class Engine:
             self._enter(number, request, prompt, source, shared)
 
     def _shared_prefix(self, prompt: np.ndarray) -> tuple[_Live | None, int]:
-        """Who has the longest common prefix of at least a page, and its length; (None, 0) if nobody has."""
+        """Who has the longest common prefix of at least a page, and its length; (None, 0) if nobody has.
+
+        With drafts one token less is shared: the draft layer's row of a token knows the token behind it, too.
+        """
+        unlike = 0 if self._graphs.speculation is None else 1
         best: tuple[_Live | None, int] = (None, 0)
         for live in self._q.live.values():
-            shared = common_prefix(prompt[:-1], live.prompt[:-1])
+            shared = common_prefix(prompt[:-1], live.prompt[:-1]) - unlike
             if shared >= PAGE_SIZE and shared > best[1]:
                 best = (live, shared)
         return best
@@ -304,18 +339,14 @@ class Engine:
         todo = [live for live in self._q.live.values() if live.needs_prefill]
         if not todo:
             return
-        chunk = self._graphs.chunk(max(live.request.prefill_len - live.filled for live in todo))
-        rows = self._graphs.bucket(len(todo))
-        slots = np.full((rows,), self._state.status.shape[0], np.int32)
-        tokens = np.zeros((rows, chunk), np.int32)
-        counts, prefix_lens = np.zeros((rows,), np.int32), np.zeros((rows,), np.int32)
+        width = self._graphs.chunk(max(live.request.prefill_len - live.filled for live in todo))
+        chunk = Chunk.padding(self._graphs.bucket(len(todo)), width, self._state.status.shape[0])
         for row, live in enumerate(todo):
-            part = live.prompt[live.filled : min(live.filled + chunk, live.request.prefill_len)]
-            slots[row], prefix_lens[row], counts[row] = live.slot, live.filled, len(part)
-            tokens[row, : len(part)] = part
-            live.filled += len(part)
+            end = min(live.filled + width, live.request.prefill_len)
+            chunk.put(row, live.slot, live.prompt, live.filled, end)
+            live.filled = end
         compiled, started = self._graphs.compile_seconds, time.perf_counter()
-        self._state = self._graphs.prefill(self._state, slots, tokens, counts, prefix_lens)
+        self._state = self._graphs.prefill(self._state, chunk)
         self.stats.prefill_steps += 1
         if not self._q.unread:
             jax.block_until_ready(self._state)
@@ -333,8 +364,8 @@ class Engine:
         jax.tree.map(lambda x: x.copy_to_host_async(), emitted)
         self._q.unread.append((running, emitted))
         for live in running:
-            live.steps += 1
-        self.stats.decode_steps += 1
+            live.steps += self._graphs.steps
+        self.stats.decode_steps += self._graphs.steps
 
     def _read(self) -> list[Update]:
         """What the oldest unread step emitted. Waits for it."""
@@ -347,6 +378,7 @@ class Engine:
                 continue
             new = [t for t in tokens if t >= 0]
             live.emitted += len(new)
+            self.stats.count(np.reshape(tokens, (self._graphs.steps, -1)))
             reason = None if status == Status.RUNNING else Status(status).name.lower()
             if reason is not None:
                 self._leave(live)
@@ -359,3 +391,8 @@ class Engine:
         del self._q.live[live.id]
         self._free_slots.append(live.slot)
         self._may_admit = True
+
+
+def _empty_window(params: ModelParams, speculation: Speculation, num_slots: int) -> MTPWindow:
+    hidden_size = params.embed.shape[1]
+    return MTPWindow.create(num_slots, speculation.most_kept, hidden_size, params.embed.dtype)

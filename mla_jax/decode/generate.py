@@ -10,6 +10,7 @@ from mla_jax.decode.request import Request, check_request
 from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
 from mla_jax.model.params import ModelParams
+from mla_jax.speculative.config import Speculation
 
 MAX_SLOTS = 64  # requests that decode together unless the caller says otherwise
 ONE_BUCKET = 16  # up to so many slots, compiling smaller steps for the last requests takes longer than it saves
@@ -30,6 +31,7 @@ class Settings:
         num_slots: requests that decode together at the most; None takes up to 64.
         num_pages: of the pool, the reserved page included; None takes what that many requests need.
         implementation: as for `mla_decode`.
+        speculation: how much a step drafts; None for nothing.
     """
 
     max_new_tokens: int = 128
@@ -40,6 +42,7 @@ class Settings:
     num_slots: int | None = None
     num_pages: int | None = None
     implementation: str | Sequence[str] | None = None
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Generation:
     """What `generate` returns.
 
     `seconds` are those of the decode steps, and of prefill while others were decoded; `prefill_seconds` those of
-    prefill alone. `compile_seconds` are apart from both.
+    prefill alone. `compile_seconds` are apart from both. `accept_length` is the number of tokens that a sequence
+    commits in a step, 1 without speculation; `accept_histogram` how often it was how many.
     """
 
     sequences: list[Continuation]
@@ -68,6 +72,8 @@ class Generation:
     pages_used: int
     pages_free_after: int
     shared_tokens: int
+    accept_length: float
+    accept_histogram: dict[int, int]
 
     @property
     def pages_free_before(self) -> int:
@@ -129,6 +135,8 @@ def generate(
         pages_used=stats.most_pages,
         pages_free_after=engine.pages_free,
         shared_tokens=stats.shared_tokens,
+        accept_length=stats.accept_length,
+        accept_histogram=dict(stats.accept_histogram),
     )
 
 
@@ -144,6 +152,7 @@ def _engine(params: ModelParams, config: MLAConfig, requests: Sequence[Request],
         max_seq_len=max(len(r.prompt) for r in requests) + settings.max_new_tokens,
         kv_format=settings.kv_format,
         implementation=settings.implementation,
+        speculation=settings.speculation,
         buckets=(num_slots,) if num_slots <= ONE_BUCKET else None,
         max_stop_tokens=len(settings.stop_tokens),
     )

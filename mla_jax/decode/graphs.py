@@ -9,10 +9,41 @@ import jax
 import numpy as np
 
 from mla_jax.config import MLAConfig
+from mla_jax.decode.speculative_step import speculative_step
 from mla_jax.decode.state import DecodeState
 from mla_jax.decode.step import Emitted, decode_step, prefill_step
 from mla_jax.errors import InputError
 from mla_jax.model.params import ModelParams
+from mla_jax.speculative.config import Speculation
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens of some slots, as `prefill_step` takes them; rows of padding have slot N and count 0."""
+
+    slots: np.ndarray
+    tokens: np.ndarray
+    counts: np.ndarray
+    prefix_lens: np.ndarray
+    next_tokens: np.ndarray
+
+    @classmethod
+    def padding(cls, rows: int, width: int, num_slots: int) -> "Chunk":
+        """Rows that hold nothing yet."""
+        return cls(
+            slots=np.full((rows,), num_slots, np.int32),
+            tokens=np.zeros((rows, width), np.int32),
+            counts=np.zeros((rows,), np.int32),
+            prefix_lens=np.zeros((rows,), np.int32),
+            next_tokens=np.zeros((rows, width), np.int32),
+        )
+
+    def put(self, row: int, slot: int, prompt: np.ndarray, start: int, end: int) -> None:
+        """Fills a row with prompt[start:end]; a token follows it in the prompt."""
+        count = end - start
+        self.slots[row], self.prefix_lens[row], self.counts[row] = slot, start, count
+        self.tokens[row, :count] = prompt[start:end]
+        self.next_tokens[row, :count] = prompt[start + 1 : end + 1]
 
 
 @dataclass
@@ -22,6 +53,8 @@ class Graphs:
     Attributes:
         buckets: ascending batch sizes; a step runs in the smallest that holds its rows.
         chunks: ascending numbers of prompt tokens that a step of prefill takes of each row.
+        steps: of decoding in one call.
+        speculation: how much each of them drafts; None for nothing.
         compile_seconds: spent so far.
         compiled: what has been compiled, each once.
     """
@@ -31,26 +64,29 @@ class Graphs:
     implementation: str
     buckets: Sequence[int]
     chunks: Sequence[int]
+    steps: int
+    speculation: Speculation | None = None
     compile_seconds: float = 0.0
     compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def decode(self, state: DecodeState, slots: jax.Array, greedy: bool) -> tuple[DecodeState, Emitted]:
-        """Runs `decode_step`; slots has the length of a bucket."""
-        step = self._get(
-            ("decode", len(slots), greedy),
-            lambda: decode_step.lower(
-                self.params, state, slots, config=self.config, greedy=greedy, implementation=self.implementation
-            ),
-        )
-        return step(self.params, state, slots)
+        """Runs the decode step; slots has the length of a bucket."""
+        options = {"config": self.config, "greedy": greedy, "implementation": self.implementation, "steps": self.steps}
 
-    def prefill(
-        self, state: DecodeState, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray, prefix_lens: np.ndarray
-    ) -> DecodeState:
+        def lower() -> Any:
+            if self.speculation is None:
+                return decode_step.lower(self.params, state, slots, **options)
+            return speculative_step.lower(self.params, state, slots, speculation=self.speculation, **options)
+
+        return self._get(("decode", len(slots), greedy), lower)(self.params, state, slots)
+
+    def prefill(self, state: DecodeState, chunk: "Chunk") -> DecodeState:
         """Runs `prefill_step`; the shapes are those of a bucket and a chunk."""
-        rows = (slots, tokens, counts, prefix_lens)
+        rows = [chunk.slots, chunk.tokens, chunk.counts, chunk.prefix_lens]
+        if self.speculation is not None:
+            rows.append(chunk.next_tokens)
         step = self._get(
-            ("prefill", *tokens.shape), lambda: prefill_step.lower(self.params, state, *rows, config=self.config)
+            ("prefill", *chunk.tokens.shape), lambda: prefill_step.lower(self.params, state, *rows, config=self.config)
         )
         return step(self.params, state, *rows)
 

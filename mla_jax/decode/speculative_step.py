@@ -12,7 +12,7 @@ from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
 from mla_jax.decode.sampling import Sampling, probabilities, sample
 from mla_jax.decode.state import DecodeState
-from mla_jax.decode.step import Emitted, finish_step, is_running, on_slots, put_rows, rows_of
+from mla_jax.decode.step import Emitted, finish_step, is_running, on_slots, put_rows, repeat, rows_of
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import lm_logits
 from mla_jax.speculative.accept import Accepted, accept_rejection, accept_walk, cut
@@ -23,7 +23,11 @@ from mla_jax.speculative.verify import gather_kept, reserve, verify
 from mla_jax.speculative.window import MTPWindow, window_after
 
 
-@partial(jax.jit, static_argnames=("config", "speculation", "greedy", "implementation"), donate_argnames=("state",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "speculation", "greedy", "implementation", "steps"),
+    donate_argnames=("state",),
+)
 def speculative_step(
     params: ModelParams,
     state: DecodeState,
@@ -33,8 +37,10 @@ def speculative_step(
     speculation: Speculation,
     greedy: bool = False,
     implementation: str | Sequence[str] | None = None,
+    steps: int = 1,
 ) -> tuple[DecodeState, Emitted]:
-    """Drafts tokens for each running slot among `slots`, verifies them in one pass, and emits 1 … A tokens of each.
+    """Drafts tokens for each running slot among `slots`, verifies them in one pass, and emits 1 … A tokens of each;
+    all this `steps` times.
 
     The text is that of `decode_step`: greedy and target-only sampling (trees) choose the same tokens with the same
     keys; rejection sampling (chains) draws others from the same distribution. A is speculation.most_kept.
@@ -47,7 +53,22 @@ def speculative_step(
         state: with a window of A entries (`MTPWindow.create`) and a cache with the draft layer.
         slots: int32 `[b]`, different slots, or N for padding.
         greedy: no slot among them samples, see `sample`.
+        steps: as for `decode_step`; `Emitted.tokens` has A columns for each.
     """
+    return repeat(
+        lambda s: _speculate_once(params, s, slots, config, speculation, greedy, implementation), state, steps
+    )
+
+
+def _speculate_once(
+    params: ModelParams,
+    state: DecodeState,
+    slots: Int[Array, "b"],
+    config: MLAConfig,
+    speculation: Speculation,
+    greedy: bool,
+    implementation: str | Sequence[str] | None,
+) -> tuple[DecodeState, Emitted]:
     assert state.mtp is not None and state.mtp.hidden.shape[1] == speculation.most_kept
     running = is_running(state, slots)
     lens = state.pool.kv_lens

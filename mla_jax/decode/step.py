@@ -4,7 +4,7 @@ Both run some of a state's N slots: `slots` int32 `[b]` names them, and N in pla
 computes b rows, whatever N is, and one executable per b (a bucket) serves every set of slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,9 +27,10 @@ class Emitted:
     """What a step tells the host of its b rows.
 
     Attributes:
-        tokens: int32 `[b, K]`, the new tokens of each row, −1 behind the last. K is 1 without speculation.
-        status: int32 `[b]`, of each row's slot after the step; `Status.EMPTY` for padding.
-        pages: pages in use by all slots, at the most in this step.
+        tokens: int32 `[b, K]`, the new tokens of each row in order, −1 where there is none. K is the number of steps,
+            times the tokens that one can emit with speculation.
+        status: int32 `[b]`, of each row's slot afterwards; `Status.EMPTY` for padding.
+        pages: pages in use by all slots, at the most.
     """
 
     tokens: Int[Array, "b K"]
@@ -37,7 +38,7 @@ class Emitted:
     pages: Int[Array, ""]
 
 
-@partial(jax.jit, static_argnames=("config", "greedy", "implementation"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("config", "greedy", "implementation", "steps"), donate_argnames=("state",))
 def decode_step(
     params: ModelParams,
     state: DecodeState,
@@ -46,8 +47,9 @@ def decode_step(
     config: MLAConfig,
     greedy: bool = False,
     implementation: str | Sequence[str] | None = None,
+    steps: int = 1,
 ) -> tuple[DecodeState, Emitted]:
-    """Feeds the last token of each running slot among `slots` and emits its next.
+    """Feeds the last token of each running slot among `slots` and emits its next, `steps` times.
 
     Rows whose slot does not run are padding: they point at the reserved page 0 with length 1 and change nothing. A
     slot that gets no page ends with `Status.PAGES`. A slot that ends, for whatever reason, gives its pages back at
@@ -56,7 +58,30 @@ def decode_step(
     Args:
         slots: int32 `[b]`, different slots, or N for padding.
         greedy: no slot among them samples, see `sample`.
+        steps: static; more than one run in a loop on the device, which the host visits once.
     """
+    return repeat(lambda s: _decode_once(params, s, slots, config, greedy, implementation), state, steps)
+
+
+def repeat(
+    once: Callable[[DecodeState], tuple[DecodeState, Emitted]], state: DecodeState, steps: int
+) -> tuple[DecodeState, Emitted]:
+    """Runs a step several times in one loop on the device."""
+    if steps == 1:
+        return once(state)
+    state, each = jax.lax.scan(lambda s, _: once(s), state, length=steps)
+    tokens = jnp.moveaxis(each.tokens, 0, 1).reshape(each.tokens.shape[1], -1)
+    return state, Emitted(tokens, each.status[-1], jnp.max(each.pages))
+
+
+def _decode_once(
+    params: ModelParams,
+    state: DecodeState,
+    slots: Int[Array, "b"],
+    config: MLAConfig,
+    greedy: bool,
+    implementation: str | Sequence[str] | None,
+) -> tuple[DecodeState, Emitted]:
     running = is_running(state, slots)
     pool, ok = state.pool.extend(state.pool.kv_lens + on_slots(state, slots, running))
     live = running & rows_of(ok, slots)

@@ -75,7 +75,8 @@ def decode(
     positions = new_positions(kv_lens, tokens.shape[1])
     if schedule is None:
         query = jax.ShapeDtypeStruct((*tokens.shape, config.num_heads, config.latent_dim), params.embed.dtype)
-        schedule = step_schedule(implementation, query, cache.layers[0], kv_lens)
+        layer = jax.ShapeDtypeStruct(cache.layers[0].shape, cache.layers[0].dtype)
+        schedule = step_schedule(implementation, query, layer, kv_lens)
     attend = attend_decode(
         config, block_table, kv_lens, positions, positions >= 0, implementation=implementation, schedule=schedule
     )

@@ -45,6 +45,7 @@ def verify(
     num_nodes = draft.tokens.shape[1]
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)[None]
     query = jax.ShapeDtypeStruct((*draft.tokens.shape, config.num_heads, config.latent_dim), params.embed.dtype)
+    layer = jax.ShapeDtypeStruct(cache.layers[0].shape, cache.layers[0].dtype)
     attend = attend_decode(
         config,
         block_table,
@@ -52,7 +53,7 @@ def verify(
         kv_lens[:, None] + nodes,
         nodes < room[:, None],
         tree_mask=None if speculation.is_chain else ancestors(draft, speculation.steps),
-        schedule=step_schedule(implementation, query, cache.layers[0], kv_lens + num_nodes),
+        schedule=step_schedule(implementation, query, layer, kv_lens + num_nodes),
         implementation=implementation,
     )
     return decode_stack(params, config, draft.tokens, kv_lens[:, None] + draft.depths, cache, attend)

@@ -26,6 +26,20 @@ def fails(capsys: pytest.CaptureFixture, *argv: str) -> str:
     return sentence
 
 
+def test_drafts_write_the_same_text_and_report_what_was_accepted(capsys: pytest.CaptureFixture) -> None:
+    argv = ["generate", "ROMEO: ", "--max-new-tokens", "24", "--kv-format", "fp32", "--json"]
+    reports = []
+    for more in ([], ["--mtp-steps", "2"]):
+        assert main([*argv, *more]) == 0
+        reports.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    plain, drafted = reports
+    assert drafted["sequences"] == plain["sequences"] and "accept_length" not in plain
+    assert drafted["draft_steps"] == 2 and 1 < drafted["accept_length"] <= 3
+    committed = sum(int(n) * times for n, times in drafted["accept_histogram"].items())
+    assert committed == 24
+    assert drafted["pages"]["free_after"] == drafted["pages"]["total"]
+
+
 def test_generate_json(capsys: pytest.CaptureFixture) -> None:
     report = run_json(capsys, "generate", "--prompt", "JULIET", "--prompt", "What is", "--max-new-tokens", "20")
     assert report.keys() >= KEYS
@@ -100,6 +114,9 @@ def checkpoint(tmp_path: Path, **changes: object) -> Path:
         (["generate", "--pages", "1", "x" * 300], ["300 tokens", "the pool has 1"]),
         (["generate", "--pages", "0", "x"], ["--pages must be at least 1"]),
         (["generate", "--slots", "0", "x"], ["--slots must be at least 1"]),
+        (["generate", "--mtp-topk", "2", "x"], ["need --mtp-steps N"]),
+        (["generate", "--mtp-steps", "0", "x"], ["Speculation.steps"]),
+        (["generate", "--mtp-steps", "3", "--mtp-draft-tokens", "3", "x"], ["has draft_tokens 4", "got 3"]),
         (["generate", "--cache-bytes", "many"], ["'many'", "64MiB"]),
         (["generate", "--cache-bytes", "10k"], ["--cache-bytes 10k", "bytes"]),
         (["generate", "--prompts", "/no/such/file"], ["/no/such/file"]),

@@ -15,6 +15,7 @@ from mla_jax.decode.request import Request
 from mla_jax.decode.sampling import Sampling, kept_logits
 from mla_jax.decode.state import enter
 from mla_jax.model.transformer import forward, lm_logits
+from mla_jax.speculative.config import Speculation
 from tests.tiny import TINY, prompts, tiny_params
 
 PARAMS = tiny_params()
@@ -170,6 +171,50 @@ def test_requests_join_while_others_run_and_leave_when_done() -> None:
         assert len(seen[number].tokens) == request.max_new_tokens
 
 
+def test_several_steps_between_visits_give_the_same_texts() -> None:
+    wanted = [
+        Request(p, n, stop_tokens=(7, 9)) for p, n in zip(prompts((3, 64, 100, 9, 1)), (1, 30, 9, 17, 8), strict=True)
+    ]
+    texts = []
+    for steps in (1, 5):
+        engine = make(steps_per_visit=steps)
+        for request in wanted:
+            engine.submit(request)
+        texts.append({i: (seen.tokens, seen.reason) for i, seen in drain(engine).items()})
+        assert engine.pages_free == engine.pages_total
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("speculation", [Speculation.chain(3), Speculation(3, 4, 8)], ids=["chain", "tree"])
+def test_drafts_change_no_greedy_text(speculation: Speculation) -> None:
+    """With prompts of one token, shared prefixes, stop tokens, slots used again, and several steps per visit."""
+    common = prompts((100,))[0]
+    wanted = [
+        Request(p, n, stop_tokens=(7, 9))
+        for p, n in zip(
+            [*prompts((3, 64, 1, 2)), [*common, 1, 2], [*common, 3], common], (1, 30, 9, 17, 8, 20, 3), strict=True
+        )
+    ]
+    texts = []
+    for options in ({}, {"speculation": speculation, "steps_per_visit": 2}):
+        engine = make(**options)
+        for request in wanted:
+            engine.submit(request)
+        texts.append({i: (seen.tokens, seen.reason) for i, seen in drain(engine).items()})
+        assert engine.pages_free == engine.pages_total and engine.stats.shared_tokens > 0
+    for i, request in enumerate(wanted):
+        assert is_its_own_text(request, i, texts[1][i][0])
+    assert texts[0] == texts[1]
+    assert max(engine.stats.accept_histogram) <= speculation.most_kept
+    assert sum(n * t for n, t in engine.stats.accept_histogram.items()) == sum(len(t) for t, _ in texts[1].values())
+
+
+def test_a_model_without_a_draft_module_cannot_speculate() -> None:
+    config = replace(TINY, num_mtp_layers=0)
+    with pytest.raises(ValueError, match="no multi-token-prediction module"):
+        Engine(tiny_params(config=config), config, speculation=Speculation.chain(1))
+
+
 def test_a_large_request_is_not_starved_by_small_ones() -> None:
     engine = make(num_pages=1 + 4)
     small = [Request(p, 20) for p in prompts((5,) * 6)]
@@ -262,6 +307,7 @@ def drain_one(engine: Engine, request: Request) -> list[int]:
         ({"buckets": (1, 2)}, None, "largest is num_slots = 4"),
         ({"max_seq_len": 9999}, None, "max_seq_len must be from 1 to the model's 4096"),
         ({"prefill_chunk": 0}, None, "prefill_chunk must be at least 1"),
+        ({"steps_per_visit": 0}, None, "steps_per_visit must be at least 1"),
         ({"kv_format": "int4"}, None, "'int4' is not known"),
     ],
 )

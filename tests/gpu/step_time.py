@@ -25,8 +25,8 @@ import stack
 from mla_jax.decode.step import decode_step
 from mla_jax.schedule import tile_schedule
 
-STEPS = 100
-ROOM = 4 * STEPS + 16  # tokens that the runs below add
+STEPS = 96
+ROOM = 3 * STEPS + 64  # tokens that the runs below add
 
 
 def main() -> None:
@@ -40,21 +40,27 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=400)
     parser.add_argument("--formats", nargs="+", default=["bf16"])
     parser.add_argument("--implementations", nargs="+", default=["xla", "mosaic_gpu"])
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 8], help="decode steps per call")
     parser.add_argument("--schedule", action="store_true", help="time tile_schedule too")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = [schedule_row()] if args.schedule else []
     config, params = stack.demo() if args.model == "demo" else stack.v3_stack(args.layers, args.heads)
     jax.block_until_ready(params)
-    cases = list(itertools.product(args.batch, args.formats, args.implementations))
+    cases = list(itertools.product(args.batch, args.formats, args.implementations, args.steps))
     with ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
-        steps = [pool.submit(compile_step, config, params, b, args.context, f, i) for b, f, i in cases]
-    for (batch, kv_format, implementation), step in zip(cases, steps, strict=True):
+        steps = [pool.submit(compile_step, config, params, b, args.context, *how) for b, *how in cases]
+    for (batch, kv_format, implementation, per_call), step in zip(cases, steps, strict=True):
         case = {"model": args.model, "layers": config.num_layers, "heads": config.num_heads, "batch": batch}
-        case |= {"context": args.context, "kv_format": kv_format, "implementation": implementation}
+        case |= {
+            "context": args.context,
+            "kv_format": kv_format,
+            "implementation": implementation,
+            "steps_per_call": per_call,
+        }
         try:
             compiled, seconds = step.result()
             state = stack.running_state(config, params, batch, args.context, ROOM, kv_format)
-            case |= time_step(params, state, compiled) | seconds
+            case |= time_step(params, state, compiled, per_call) | seconds
         except NotImplementedError as e:
             case |= {"skipped": str(e)}
         rows.append(case)
@@ -73,13 +79,15 @@ def main() -> None:
 
 
 def compile_step(
-    config: Any, params: Any, batch: int, context: int, kv_format: str, implementation: str
+    config: Any, params: Any, batch: int, context: int, kv_format: str, implementation: str, steps: int
 ) -> tuple[Any, dict[str, float]]:
     """The executable, and what it took. Several at a time take longer each."""
     state = jax.eval_shape(lambda: stack.running_state(config, params, batch, context, ROOM, kv_format))
     slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
     started = time.perf_counter()
-    lowered = decode_step.lower(params, state, slots, config=config, greedy=True, implementation=implementation)
+    lowered = decode_step.lower(
+        params, state, slots, config=config, greedy=True, implementation=implementation, steps=steps
+    )
     traced = time.perf_counter()
     compiled = lowered.compile()
     return compiled, {
@@ -88,18 +96,18 @@ def compile_step(
     }
 
 
-def time_step(params: Any, state: Any, step: Any) -> dict[str, Any]:
+def time_step(params: Any, state: Any, step: Any, per_call: int) -> dict[str, Any]:
     """Runs a compiled step and times it."""
     batch = state.status.shape[0]
     slots = jnp.arange(batch, dtype=jnp.int32)
 
     def run(state: Any, steps: int) -> Any:
         with jax.transfer_guard_device_to_host("disallow"):
-            for _ in range(steps):
+            for _ in range(steps // per_call):
                 state, emitted = step(params, state, slots)
         return state, emitted
 
-    state, emitted = run(state, 10)  # captured by now
+    state, emitted = run(state, 2 * per_call)  # captured by now
     jax.block_until_ready(emitted)
     walls = []
     for _ in range(3):
@@ -108,15 +116,15 @@ def time_step(params: Any, state: Any, step: Any) -> dict[str, Any]:
         jax.block_until_ready(emitted)
         walls.append((time.perf_counter() - begin) / STEPS * 1e6)
     wall = statistics.median(walls)
-    state, kernels = kernel_times(run, state, 10)
-    device = sum(t for _, t in kernels) / 10 * 1e3
+    state, kernels = kernel_times(run, state, 16)
+    device = sum(t for _, t in kernels) / 16 * 1e3
     assert np.asarray(emitted.tokens).min() >= 0
     return {
         "wall_us": round(wall, 1),
         "wall_spread_us": round(max(walls) - min(walls), 1),
         "device_us": round(device, 1),
         "wall_minus_device_us": round(wall - device, 1),
-        "kernels_per_step": len(kernels) / 10,
+        "kernels_per_step": len(kernels) / 16,
         "tokens_per_second": round(batch / wall * 1e6, 1),
     }
 
