@@ -1,0 +1,55 @@
+"""Which machines and calls the Hopper kernel can serve. Light: imports nothing of Pallas."""
+
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DIM, LATENT, PAGE = 576, 512, 64
+MAX_TREE_TOKENS = 32  # a row's tree mask is one 32-bit word
+CAPABILITY = "9.0"  # of Hopper
+
+
+def cannot_run(q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_mask: Any = None) -> str | None:
+    """Why this call cannot run here, in one sentence; None if it can. Reads shapes, dtypes and the device.
+
+    Without arrays it speaks of the machine alone.
+    """
+    if q is not None and (reason := _unsupported_call(q, kv_cache, d_v, tree_mask)):
+        return reason
+    device = _device(q)
+    capability = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or capability != CAPABILITY:
+        found = f"{device.device_kind} (compute capability {capability})" if capability else device.platform
+        return f"it needs a Hopper GPU (compute capability {CAPABILITY}), found {found}"
+    if importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is None:
+        return f"jax {jax.__version__} comes without Pallas for Mosaic GPU"
+    return None
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of the GPU that calls run on."""
+    return _device(None).core_count
+
+
+def _device(q: Any) -> Any:
+    """Where q lies, if it is there already; else where JAX puts what it computes."""
+    if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
+        return next(iter(q.devices()))
+    default = jax.config.jax_default_device
+    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+
+def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | None:
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"it computes in bfloat16 or float16, got q in {q.dtype}"
+    if kv_cache.dtype != q.dtype:
+        return f"it needs q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
+    if q.shape[-1] != DIM or d_v != LATENT:
+        return f"it is built for {DIM} dims with {LATENT} value dims, got {q.shape[-1]} and {d_v}"
+    if kv_cache.ndim != 3 or kv_cache.shape[1:] != (PAGE, DIM):
+        return f"it needs kv_cache [pages, {PAGE}, {DIM}], got {kv_cache.shape}"
+    if tree_mask is not None and q.shape[1] > MAX_TREE_TOKENS:
+        return f"it takes tree masks of up to {MAX_TREE_TOKENS} tokens, got {q.shape[1]}"
+    return None
