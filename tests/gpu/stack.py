@@ -13,6 +13,8 @@ from mla_jax.model.cache import create_cache
 from mla_jax.model.checkpoint import build_params
 from mla_jax.model.load import load_checkpoint
 from mla_jax.model.params import ModelParams
+from mla_jax.speculative.config import Speculation
+from mla_jax.speculative.window import MTPWindow
 
 
 def v3_stack(num_layers: int = 27, num_heads: int = 128) -> tuple[MLAConfig, ModelParams]:
@@ -52,12 +54,22 @@ def demo() -> tuple[MLAConfig, ModelParams]:
 
 
 def running_state(
-    config: MLAConfig, params: ModelParams, batch: int, context: int, room: int, kv_format: str, *, mtp: bool = False
+    config: MLAConfig,
+    params: ModelParams,
+    batch: int,
+    context: int,
+    room: int,
+    kv_format: str,
+    speculation: Speculation | None = None,
 ) -> DecodeState:
-    """All slots running with `context` tokens of zeros in the cache, and pages for `room` more."""
+    """All slots running with `context` tokens of zeros in the cache, and pages for `room` more steps."""
+    window = None
+    if speculation is not None:
+        room *= speculation.most_kept
+        window = MTPWindow.create(batch, speculation.most_kept, config.hidden_size, params.embed.dtype)
     pages = -(-(context + room) // 64)
-    cache = create_cache(params, config, 1 + batch * pages, kv_format, mtp=mtp)
-    state = empty_state(cache, batch, pages)
+    cache = create_cache(params, config, 1 + batch * pages, kv_format, mtp=speculation is not None)
+    state = empty_state(cache, batch, pages, mtp=window)
     pool, _ = state.pool.extend(jnp.full((batch,), context, jnp.int32))
     return replace(
         state,
