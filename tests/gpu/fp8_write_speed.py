@@ -15,7 +15,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -105,10 +107,17 @@ def large_copy_steps(size: Size) -> tuple[Callable[[int], Any], Any, tuple[Any, 
     return steps, jnp.ones((size.copy_bytes // 2,), jnp.bfloat16), ()
 
 
-def seconds_per_step(size: Size, problem: tuple[Callable[[int], Any], Any, tuple[Any, ...]], rounds: int) -> Any:
-    """(Seconds per step of each round, the optimized program of the short executable)."""
+def compile_steps(size: Size, problem: tuple[Callable[[int], Any], Any, tuple[Any, ...]]) -> list[Any]:
+    """Executables of a few and of many steps."""
     steps, state, rest = problem
-    compiled = [steps(count).lower(state, *rest).compile() for count in size.steps]
+    return [steps(count).lower(state, *rest).compile() for count in size.steps]
+
+
+def seconds_per_step(
+    size: Size, problem: tuple[Callable[[int], Any], Any, tuple[Any, ...]], compiled: list[Any], rounds: int
+) -> Any:
+    """(Seconds per step of each round, the optimized program of the short executable)."""
+    _, state, rest = problem
     times: list[list[float]] = [[], []]
     for round_index in range(rounds + 2):
         for program, found in zip(compiled, times, strict=True):
@@ -147,15 +156,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a size for a CPU, to see that it runs")
     args = parser.parse_args()
     size = SMALL if args.small else Size()
-    copied, _ = seconds_per_step(size, large_copy_steps(size), args.rounds)
+    problems = {name: write_steps(size, name) for name in FORMATS}
+    problems |= {"copy layer by layer": copy_steps(size), "ceiling": large_copy_steps(size)}
+    with ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
+        compiled = dict(zip(problems, pool.map(partial(compile_steps, size), problems.values()), strict=True))
+    copied, _ = seconds_per_step(size, problems.pop("ceiling"), compiled["ceiling"], args.rounds)
     ceiling = 2 * size.copy_bytes / statistics.median(copied)
     rows = []
-    for name in (*FORMATS, "copy layer by layer"):
+    for name, problem in problems.items():
         is_copy = name not in FORMATS
-        problem = copy_steps(size) if is_copy else write_steps(size, name)
         row_bytes = DIM * 2 if is_copy else problem[1].format.bytes_per_token(DIM)
         difference = None if is_copy else check(size, name)
-        times, program = seconds_per_step(size, problem, args.rounds)
+        times, program = seconds_per_step(size, problem, compiled[name], args.rounds)
         moved = size.latent_bytes + size.batch * size.layers * row_bytes
         middle = statistics.median(times)
         rows.append(
@@ -171,7 +183,6 @@ def main() -> None:
                 "largest_difference": difference,
             }
         )
-        del problem
         print(json.dumps(rows[-1]), flush=True)
     device = jax.devices()[0]
     result = {
