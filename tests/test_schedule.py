@@ -131,7 +131,7 @@ def test_one_compilation_serves_all_lengths():
 def test_num_sm_parts():
     got = [num_sm_parts(132, s, h) for h, s in ((128, 1), (128, 2), (128, 4), (64, 1), (64, 2), (16, 1))]
     assert got == [66, 33, 16, 132, 66, 132]
-    assert num_sm_parts(132, 70 * 1024, 128) == 1
+    assert num_sm_parts(132, 70 * 1024, 128) == 1  # more rows than all SMs hold at once [FlashMLA 28]
 
 
 def test_wrong_calls_say_what_came():
