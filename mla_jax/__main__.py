@@ -4,9 +4,14 @@ import argparse
 import io
 import logging
 import os
+import platform
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
+
+import jax
 
 from mla_jax import __version__
 from mla_jax.cli import calibrate, evaluate, generate, info, schedule
@@ -55,5 +60,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _keep_compiled() -> None:
+    """Keeps what XLA compiles for the next run, unless JAX's own settings say where, or not to.
+
+    Per machine, since executables for a CPU hold its instructions.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "mla_jax" / (platform.node() or "this machine")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        return  # a home that cannot be written to
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
 if __name__ == "__main__":
+    _keep_compiled()
     sys.exit(main())
