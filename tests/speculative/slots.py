@@ -75,6 +75,17 @@ class Slots:
                 config=self.config,
             )
 
+    def hold(self, free: int, slots: Sequence[int]) -> None:
+        """Lets empty slots, which do not run, hold pages until so many are free."""
+        pages = int(self.state.pool.num_free) - free
+        lens = np.asarray(self.state.pool.kv_lens).copy()
+        for slot in slots:
+            held = min(pages, self.state.pool.block_table.shape[1])
+            lens[slot], pages = 64 * held, pages - held
+        pool, ok = self.state.pool.extend(jnp.asarray(lens))
+        assert pages == 0 and bool(ok.all())
+        self.state = replace(self.state, pool=pool)
+
     def enter_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> "Slots":
         for slot, prompt in enumerate(prompts):
             self.enter(slot, prompt, **options)
