@@ -7,11 +7,13 @@ JAX_COMPILATION_CACHE_DIR set to see what a second process compiles.
 
 import argparse
 import datetime
+import fcntl
 import itertools
 import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -44,6 +46,10 @@ def main() -> None:
     parser.add_argument("--implementations", nargs="+", default=["xla", "mosaic_gpu"])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 8], help="decode steps per call")
     parser.add_argument("--mtp", nargs="+", default=["off"], help="off, or steps-topk-draft_tokens, such as 3-1-4")
+    parser.add_argument(
+        "--after", type=int, default=1, metavar="N", help="time when N processes have compiled, in turns"
+    )
+    parser.add_argument("--meet", type=Path, default=Path(tempfile.gettempdir()) / "step_time", help="where they meet")
     parser.add_argument("--schedule", action="store_true", help="time tile_schedule too")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = [schedule_row()] if args.schedule else []
@@ -52,6 +58,7 @@ def main() -> None:
     cases = list(itertools.product(args.batch, args.formats, args.implementations, args.steps, args.mtp))
     with ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
         steps = [pool.submit(compile_step, config, params, b, args.context, *how) for b, *how in cases]
+    turn = wait_for_turn(args.meet, args.after)  # noqa: F841 (held until the process ends)
     for (batch, kv_format, implementation, per_call, mtp), step in zip(cases, steps, strict=True):
         case = {"model": args.model, "layers": config.num_layers, "heads": config.num_heads, "batch": batch}
         case |= {
@@ -100,6 +107,18 @@ def compile_step(
         "lower_s": round(traced - started, 2),
         "compile_s": round(time.perf_counter() - traced, 2),
     }
+
+
+def wait_for_turn(folder: Path, processes: int) -> Any:
+    """An open lock, once that many processes have compiled: compiling runs kernels too, to choose among them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.getpid()}.ready").touch()
+    patience = time.monotonic() + 150
+    while len(list(folder.glob("*.ready"))) < processes and time.monotonic() < patience:
+        time.sleep(0.2)
+    lock = (folder / "lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
 
 
 def speculation_of(mtp: str) -> Speculation | None:
