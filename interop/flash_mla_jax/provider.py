@@ -116,6 +116,7 @@ def device_reason(platform: str, name: str, capability: str | None) -> str | Non
     return None
 
 
+@functools.lru_cache(None)
 def jax_reason(callback: Callable[..., Any]) -> str | None:
     """Why this JAX is out of reach."""
     if "command_buffer_compatible" not in inspect.signature(callback).parameters:

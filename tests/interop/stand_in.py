@@ -8,8 +8,9 @@ import itertools
 import math
 
 import torch
-from flash_mla_jax import provider
 from torch.utils._python_dispatch import _disable_current_modes
+
+from flash_mla_jax import provider
 
 NAMESPACE = "flash_mla_stand_in"
 SMS = 132

@@ -1,0 +1,1 @@
+"""`python -m mla_jax check`: the same problems through every implementation, against float64."""

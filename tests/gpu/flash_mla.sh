@@ -1,0 +1,30 @@
+#!/bin/bash
+# FlashMLA through JAX on a GPU machine in one go; results and logs under $OUT. `flash_mla.sh correct time` runs both parts.
+here=$(dirname "$0")
+correct() {
+    timeout 150 python3 -m pytest -q -n 6 --noconftest -o filterwarnings= -p no:cacheprovider "$here/test_flash_mla.py" \
+        --timeout 100 >"$OUT/tests.txt" 2>&1 &
+    timeout 120 python3 "$here/flash_mla_in_graph.py" replay "$OUT/replay.json" >"$OUT/replay.txt" 2>&1 &
+    timeout 120 python3 "$here/flash_mla_in_graph.py" shared "$OUT/shared.json" >"$OUT/shared.txt" 2>&1 &
+    timeout 150 python3 -m mla_jax check --json >"$OUT/check.json" 2>"$OUT/check.txt" &
+    wait
+    tail -40 "$OUT/tests.txt" | cut -c1-220
+    for f in replay shared check; do echo "== $f"; tail -4 "$OUT/$f.txt" | cut -c1-700; done
+    python3 - "$OUT/check.json" <<'P'
+import json, sys
+report = json.loads(open(sys.argv[1]).read().splitlines()[-1])
+print("check:", {k: report[k] for k in ("ok", "pass", "fail", "skip", "seconds")})
+for row in report["rows"]:
+    if row["status"] == "fail":
+        print({k: row[k] for k in ("case", "implementation", "reason", "errors")})
+P
+}
+time_all() {
+    timeout 70 python3 "$here/flash_mla_in_graph.py" overhead "$OUT/overhead.json" 2>"$OUT/overhead.txt" | cut -c1-300
+    XLA_FLAGS=--xla_gpu_enable_command_buffer= \
+        timeout 60 python3 "$here/flash_mla_in_graph.py" overhead "$OUT/overhead.json" 2>>"$OUT/overhead.txt" | cut -c1-300
+    tail -3 "$OUT/overhead.txt" | cut -c1-500
+}
+for part in "$@"; do
+    case $part in correct) correct ;; time) time_all ;; esac
+done
