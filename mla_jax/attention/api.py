@@ -1,5 +1,7 @@
 """`mla_decode`: checks a call once, then hands it to an implementation."""
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.attention import reference, xla
+from mla_jax.attention import flash_mla, reference, xla
 from mla_jax.attention.mosaic_gpu import requirements
 from mla_jax.attention.operands import FP8_DTYPES, out_dtype
+from mla_jax.attention.tree import without_mask
 from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, PAGE_SIZE
 from mla_jax.errors import InputError
 from mla_jax.schedule import TileSchedule
@@ -25,25 +28,19 @@ class Implementation:
 
     `cannot_run(q, kv_cache, d_v=…, tree_mask=…)` says in one sentence why this machine, or such a call, is out of
     reach; None means it can run. Called with no arrays it speaks of the machine alone. `schedule(q, kv_lens)` makes
-    what `decode` takes as `schedule`; None for an implementation that takes none.
+    what `decode` takes as `schedule`; None for an implementation that takes none. With `host_scale`, `decode` gets
+    `logit_scale` as a number where it is known on the host, else as an array.
     """
 
     name: str
     cannot_run: Callable[..., str | None]
     decode: Callable[..., tuple[jax.Array, jax.Array]]
     schedule: Callable[[Any, jax.Array], TileSchedule] | None = None
+    host_scale: bool = False
 
 
 def _runs_anywhere(*_: Any, **__: Any) -> str | None:
     return None
-
-
-def _missing(what: str) -> Callable[..., str | None]:
-    return lambda *_, **__: what
-
-
-def _never(*_: Any, **__: Any) -> tuple[jax.Array, jax.Array]:
-    raise AssertionError("cannot_run must have refused this")
 
 
 def _mosaic_gpu_decode(
@@ -60,13 +57,17 @@ def _mosaic_gpu_schedule(q: Any, kv_lens: jax.Array) -> TileSchedule:
     return launch.schedule_for(q, kv_lens)
 
 
+def _flash_mla_decode(*arrays: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+    return without_mask(flash_mla.decode)(*arrays, **options)
+
+
 _STATIC = ("d_v", "causal")
 # Fastest first: implementation=None takes the first that can run.
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
         Implementation("mosaic_gpu", requirements.cannot_run, _mosaic_gpu_decode, _mosaic_gpu_schedule),
-        Implementation("flash_mla", _missing("the call into FlashMLA is not part of this version"), _never),
+        Implementation("flash_mla", flash_mla.cannot_run, _flash_mla_decode, flash_mla.schedule_for, host_scale=True),
         Implementation("xla", _runs_anywhere, jax.jit(xla.decode, static_argnames=_STATIC)),
         Implementation("reference", _runs_anywhere, jax.jit(reference.decode, static_argnames=_STATIC)),
     )
@@ -143,17 +144,14 @@ def mla_decode(
     if num_requests == 0:
         empty = jnp.zeros((0, num_queries, num_heads, d_v), out_dtype(q))
         return empty, jnp.zeros((0, num_heads, num_queries), jnp.float32)
-    logit_scale = jnp.asarray(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, jnp.float32)
     value_scale = None if kv_scale is None else jnp.asarray(kv_scale, jnp.float32)
-    for factor in (q_scale, value_scale):
-        if factor is not None:
-            logit_scale = logit_scale * jnp.asarray(factor, jnp.float32)
+    logit_scale = _product(q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, q_scale, kv_scale)
     return chosen.decode(
         q,
         kv_cache,
         block_table,
         kv_lens,
-        logit_scale=logit_scale,
+        logit_scale=logit_scale if chosen.host_scale else jnp.asarray(logit_scale),
         value_scale=value_scale,
         d_v=int(d_v),
         causal=bool(causal),
@@ -208,6 +206,13 @@ def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: A
     if not reasons:
         raise InputError("implementation is an empty sequence; name at least one, or pass None.")
     raise NotImplementedError("No implementation can run this call: " + "; ".join(reasons) + ".")
+
+
+def _product(*factors: Any) -> np.float32 | jax.Array:
+    """In float32; a number if all factors are."""
+    known = all(isinstance(f, int | float | np.number | np.ndarray | None) for f in factors)
+    as_float32 = np.float32 if known else functools.partial(jnp.asarray, dtype=jnp.float32)
+    return math.prod((as_float32(f) for f in factors if f is not None), start=as_float32(1))
 
 
 def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: int) -> None:
