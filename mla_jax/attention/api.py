@@ -151,7 +151,7 @@ def mla_decode(
         kv_cache,
         block_table,
         kv_lens,
-        logit_scale=logit_scale if chosen.host_scale else jnp.asarray(logit_scale),
+        logit_scale=logit_scale if chosen.host_scale else jnp.asarray(logit_scale, jnp.float32),
         value_scale=value_scale,
         d_v=int(d_v),
         causal=bool(causal),
@@ -208,11 +208,12 @@ def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: A
     raise NotImplementedError("No implementation can run this call: " + "; ".join(reasons) + ".")
 
 
-def _product(*factors: Any) -> np.float32 | jax.Array:
+def _product(*factors: Any) -> float | jax.Array:
     """In float32; a number if all factors are."""
     known = all(isinstance(f, int | float | np.number | np.ndarray | None) for f in factors)
     as_float32 = np.float32 if known else functools.partial(jnp.asarray, dtype=jnp.float32)
-    return math.prod((as_float32(f) for f in factors if f is not None), start=as_float32(1))
+    product = math.prod((as_float32(f) for f in factors if f is not None), start=as_float32(1))
+    return float(product) if known else product
 
 
 def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: int) -> None:
