@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import jax
 
 from mla_jax import __version__
-from mla_jax.cli import calibrate, check, evaluate, generate, info, schedule
+from mla_jax.cli import bench, calibrate, check, evaluate, generate, info, schedule
 from mla_jax.errors import InputError
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m mla_jax", description="MLA decode for JAX.")
     parser.add_argument("--version", action="version", version=f"mla_jax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in (generate, evaluate, calibrate, check, info, schedule):
+    for command in (generate, evaluate, calibrate, check, info, schedule, bench):
         command.add_parser(commands)
     args = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")

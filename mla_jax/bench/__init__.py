@@ -1,0 +1,1 @@
+"""Times `mla_decode` on named cases, beside what the machine can do, and beside FlashMLA."""

@@ -1,0 +1,107 @@
+"""`python -m mla_jax bench`: device time of `mla_decode` on named cases, beside the machine's limits and FlashMLA."""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case
+from mla_jax.bench.limits import Limits, measure_limits
+from mla_jax.bench.plot import draw
+from mla_jax.bench.run import peer_cannot_run, run_case
+from mla_jax.cli.common import progress_bar
+from mla_jax.errors import InputError
+
+PACKAGES = ("mla-jax", "jax", "jaxlib", "torch", "sgl-flash-mla")
+
+
+def add_parser(commands: Any) -> None:
+    """Declares the command."""
+    parser = commands.add_parser("bench", help="time mla_decode on this machine")
+    parser.add_argument(
+        "cases", nargs="*", help="such as bf16_b128_h64_s1_4k, with ~ for ragged lengths; default: some for the device"
+    )
+    parser.add_argument("--implementation", metavar="NAME", help="of mla_decode; default: the fastest that can run")
+    parser.add_argument("--against", choices=("flash_mla",), help="time this beside it, in the same process")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="measurements of each case; default 9")
+    parser.add_argument("--output", metavar="FILE", help="write the results there as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw them (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs the command."""
+    if args.rounds < 1:
+        raise InputError(f"--rounds must be at least 1, got {args.rounds}.")
+    names = args.cases or (CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES)
+    cases = [Case.parse(name) for name in names]
+    reason = None if args.against is None else peer_cannot_run()
+    if reason is not None:
+        raise NotImplementedError(f"--against {args.against} cannot run: {reason.rstrip('.')}.")
+    limits = measure_limits(cases[0].query_dtype)
+    rows = []
+    for case in progress_bar(cases, unit="case"):
+        try:
+            row = run_case(
+                case, limits, implementation=args.implementation, peer=args.against is not None, rounds=args.rounds
+            )
+        except NotImplementedError as e:
+            if len(cases) == 1:
+                raise
+            row = {"case": case.name, "skipped": str(e)}
+        rows.append(row)
+    report = _report(rows, limits)
+    if args.output is not None:
+        try:
+            Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as e:
+            raise InputError(f"{args.output} cannot be written ({e.strerror}).") from None
+    if args.plot is not None:
+        draw(report, args.plot)
+    print(json.dumps(report) if args.json else _text(report))
+
+
+def _report(rows: list[dict[str, Any]], limits: Limits) -> dict[str, Any]:
+    return {
+        "rows": rows,
+        "limits": dataclasses.asdict(limits),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: _version(name) for name in PACKAGES},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python -m mla_jax", *sys.argv[1:]]),
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _text(report: dict[str, Any]) -> str:
+    limits = report["limits"]
+    lines = [
+        f"{report['device']}: reads {limits['read_gbps']} GB/s, copies {limits['copy_gbps']} GB/s, multiplies "
+        f"{limits['matmul_tflops']} TFLOP/s",
+        f"{'case':<26}{'implementation':<16}{'µs':>10}{'spread':>20}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}"
+        f"{'× peer':>8}",
+    ]
+    for row in report["rows"]:
+        if "skipped" in row:
+            lines.append(f"{row['case']:<26}{row['skipped']}")
+            continue
+        low, high = row["spread_us"]
+        ratio = f"{row['ratio']:.3f}" if "ratio" in row else "–"
+        lines.append(
+            f"{row['case']:<26}{row['implementation']:<16}{row['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"
+            f"{row['tflops']:>9.4g}{row['gbps']:>8.4g}{row['percent_of_limit']:>12.1f}{ratio:>8}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""The benchmark's cases, arithmetic and report; its times are the machine's."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mla_jax.__main__ import main
+from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case, make_arrays
+from mla_jax.bench.limits import Limits
+from mla_jax.bench.run import flash_mla
+from mla_jax.bench.timing import Program, measure
+
+SMALL = "fp32_b2_h2_s1_1k~"
+
+
+@pytest.mark.parametrize("name", [*GPU_CASES, *CPU_CASES])
+def test_every_case_has_a_shape(name: str) -> None:
+    case = Case.parse(name)
+    assert case.name == name and min(case.lens) >= case.tokens
+    assert case.flops == 2 * case.heads * case.tokens * sum(case.lens) * (576 + 512)
+
+
+def test_names_say_what_is_run() -> None:
+    ragged, fixed = Case.parse("fp8_ds_mla_b16_h64_s2_4k~"), Case.parse("fp8_b16_h64_s2_4k")
+    assert (ragged.format, fixed.format) == ("fp8_ds_mla", "fp8_e4m3")
+    assert (ragged.heads, ragged.tokens, len(ragged.lens)) == (64, 2, 16)
+    assert set(fixed.lens) == {4096} and len(set(ragged.lens)) > 8
+    assert ragged.read_bytes == 656 * sum(ragged.lens)
+    assert ragged.query_dtype == jnp.bfloat16
+    assert Case.parse("bf16_imbalanced_h16_s4").lens == (4641, 45118, 1730, 1696)
+    assert Case.parse("bf16_b1_h16_s1_131k").lens == (131072,)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "bf16", "bf16_b0_h1_s1_4k", "bf16_b1_h0_s1_4k", "bf16_b1_h1_s1", "int4_b1_h1_s1_4k"]
+)
+def test_what_is_no_case_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no case|no heads|not known"):
+        Case.parse(name)
+
+
+def test_pages_are_shuffled_and_owned_once() -> None:
+    case = Case.parse(SMALL)
+    arrays = make_arrays(case, 2)
+    pages = [t for row, n in zip(np.asarray(arrays.block_table), case.lens, strict=True) for t in row[: -(-n // 64)]]
+    assert sorted(pages) == list(range(arrays.cache.shape[0])) and pages != sorted(pages)
+    assert len(arrays.queries) == 2 and not np.array_equal(*arrays.queries)
+
+
+def test_the_slope_leaves_out_what_starting_costs() -> None:
+    clock = {"now": 0.0}
+
+    def start(cost: float) -> Program:
+        def run() -> None:
+            clock["now"] += cost
+
+        def wait(_: object) -> None:
+            clock["now"] += 5.0  # starting and waiting, once for each burst
+
+        return Program(run, wait)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mla_jax.bench.timing.time.perf_counter", lambda: clock["now"])
+        times = measure({"a": start(2.0), "b": start(3.0)}, calls=4, rounds=3)
+    assert times["a"].rounds == [0.5] * 3 and times["b"].median == 0.75
+    assert times["b"].spread_us() == [750000.0, 750000.0]
+
+
+def test_the_limit_is_what_binds() -> None:
+    limits = Limits(read_gbps=100.0, copy_gbps=80.0, matmul_tflops=1.0)
+    assert limits.seconds(2e12, 1e9) == 2.0
+    assert limits.seconds(1e9, 1e12) == 10.0
+
+
+def test_report_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    argv = ["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "2"]
+    assert main([*argv, "--json", "--output", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report == json.loads((tmp_path / "rows.json").read_text())
+    assert {"rows", "limits", "device", "versions", "date", "command"} <= set(report)
+    for row in report["rows"]:
+        assert (
+            row["implementation"] == "xla" and row["us"] > 0 and row["spread_us"][0] <= row["us"] <= row["spread_us"][1]
+        )
+        assert row["gbps"] > 0 and row["tflops"] > 0 and row["percent_of_limit"] > 0 and "ratio" not in row
+    assert (tmp_path / "rows.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a machine without a GPU lacks")
+def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", "bf16_b1_h2_s1_1k", "--against", "flash_mla", "--rounds", "1"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("mla_jax bench: ") and message.count("\n") == 1
+    case = Case.parse("fp8_b1_h2_s1_1k")
+    with pytest.raises(NotImplementedError, match="bf16 and fp16"):
+        flash_mla(case, make_arrays(case, 1))
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--rounds", "0", SMALL], "--rounds"),
+        (["what"], "no case"),
+        ([SMALL, "--rounds", "1", "--output", "/no/x"], "/no/x"),
+    ],
+)
+def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["bench", *argv]) == 2
+    message = capsys.readouterr().err
+    assert sentence in message and message.count("\n") == 1
