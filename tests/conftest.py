@@ -14,8 +14,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # sentences that users see, must come first (attention.api, attention.merge, cache.codec), and those that define
 # pytrees, which JAX also builds with leaves that are no arrays.
 MODULES = {
-    "attention": ("operands", "reference", "visibility", "xla"),
+    "attention": ("operands", "reference", "tree", "visibility", "xla"),
     "model": ("attend", "layers", "mla", "moe", "rope", "transformer"),
+    "speculative": ("draft", "verify"),
 }
 CHECKED = [f"mla_jax.{room}.{module}" for room, modules in MODULES.items() for module in modules]
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")

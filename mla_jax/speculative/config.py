@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from mla_jax.config import MLAConfig, check_integer
 from mla_jax.errors import InputError
 
+MAX_NODES = 64  # far beyond what pays: every node costs the model a token
+
 
 @dataclass(frozen=True)
 class Speculation:
@@ -23,6 +25,8 @@ class Speculation:
     def __post_init__(self) -> None:
         for name in ("steps", "topk", "draft_tokens"):
             check_integer(f"Speculation.{name}", getattr(self, name), 2 if name == "draft_tokens" else 1)
+            if getattr(self, name) > MAX_NODES:
+                raise InputError(f"Speculation.{name} must be at most {MAX_NODES}, got {getattr(self, name)}.")
         if self.topk == 1 and self.draft_tokens != self.steps + 1:
             raise InputError(
                 f"A draft chain (topk 1) of {self.steps} steps has draft_tokens {self.steps + 1}, its root among "

@@ -1,18 +1,22 @@
 """The speculative step: the text of the plain one, whatever ends it, whatever the pool allows."""
 
 from dataclasses import replace
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import chi2
 
 from mla_jax import load_checkpoint
-from mla_jax.decode.sampling import Sampling
+from mla_jax.decode.sampling import Sampling, probabilities
 from mla_jax.decode.speculative_step import speculative_step
 from mla_jax.decode.state import Status
 from mla_jax.demo import CHECKPOINT, HELDOUT
+from mla_jax.model.transformer import forward, lm_logits
 from mla_jax.speculative.config import Speculation
+from mla_jax.speculative.draft import drawing
 from tests.speculative.agreeable import agreeable_params
 from tests.speculative.slots import Slots
 from tests.tiny import TINY, prompts
@@ -89,6 +93,59 @@ def test_a_chain_samples_texts_that_depend_on_the_request_alone():
     assert np.mean(np.concatenate(runs)) > 1.2
     mixed, _ = run(greedy_slots=(0, 3))
     assert [mixed[i] == texts[i] for i in range(len(LENGTHS))] == [False, True, True, False, True, True]
+
+
+PAIRS = 1600  # texts of two tokens, drawn in groups of ROWS
+ROWS = 64
+
+
+COOL = Sampling.create(0.5)
+
+
+@lru_cache
+def pair_probabilities(prompt: tuple[int, ...]) -> np.ndarray:
+    """[vocab, vocab] of the first two tokens behind a prompt, from whole forward passes."""
+    vocab = TINY.vocab_size
+    texts = jnp.asarray([[*prompt, token] for token in range(vocab)], jnp.int32)
+    logits = jax.jit(lambda t: lm_logits(PARAMS, forward(PARAMS, TINY, t)))(texts)
+    first = np.asarray(probabilities(logits[:1, -2], COOL), np.float64)[0]
+    return first[:, None] * np.asarray(probabilities(logits[:, -1], COOL), np.float64)
+
+
+@pytest.mark.parametrize(
+    "forgets", [False, pytest.param(True, marks=pytest.mark.full)], ids=["right", "draft temperature forgotten"]
+)
+def test_the_step_samples_the_models_distribution(forgets, monkeypatch):
+    """χ² of the first two tokens, which come from one step or two. More draws test the samplers alone, elsewhere."""
+    if forgets:
+        monkeypatch.setattr(
+            "mla_jax.decode.speculative_step.drawing",
+            lambda keys, distribution: (
+                lambda logits, i: (
+                    drawing(keys, distribution)(logits, i)[0],
+                    jax.nn.softmax(logits, axis=-1),
+                )
+            ),
+        )
+    prompt = tuple(prompts((9,))[0])
+    master = Slots(TINY, PARAMS, ROWS, CHAIN, pages=ROWS, width=1).enter_all([prompt] * ROWS, sampling=COOL, chunk=8)
+    step = jax.jit(
+        lambda state: speculative_step.__wrapped__(
+            PARAMS, state, jnp.arange(ROWS, dtype=jnp.int32), config=TINY, speculation=CHAIN
+        )
+    )
+    counts, expected = np.zeros((TINY.vocab_size,) * 2), pair_probabilities(prompt) * PAIRS
+    for keys in jax.random.split(jax.random.key(5), (PAIRS // ROWS, ROWS)):
+        state, first = step(replace(master.state, keys=keys))
+        _, second = step(state)
+        for tokens in np.concatenate([first.tokens, second.tokens], axis=1).tolist():
+            counts[tuple([t for t in tokens if t >= 0][:2])] += 1
+    assert not counts[expected == 0].any()
+    often = expected >= 5
+    observed, wanted = (np.append(x[often], x[~often].sum()) for x in (counts, expected))
+    p = chi2.sf(((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1)
+    print(f"{len(wanted)} cells, p = {p:.2g}")
+    assert (p < 1e-4) if forgets else (p > 1e-4)
 
 
 @BOTH
