@@ -147,7 +147,7 @@ def test_vmap_and_gradients_say_what_to_use(transform: Any, says: str) -> None:
 ])  # fmt: skip
 def test_an_operator_that_takes_other_memory_fails(stand_in: Any, what: str, says: str) -> None:
     stand_in.misbehave = what
-    with pytest.raises((ValueError, RuntimeError), match=says)  # JAX's own, which changes with the version:
+    with pytest.raises((ValueError, RuntimeError), match=says):  # the type is JAX's affair
         jax.block_until_ready(flash_mla_with_kvcache(**right_call()))
 
 

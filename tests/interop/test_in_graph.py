@@ -12,7 +12,6 @@ from flash_mla_jax.in_graph import clamped, matching_schedule, valid_indices
 GOLDEN = np.load(pathlib.Path(__file__).parents[1] / "data" / "golden_metadata.npz")
 NAMES = sorted({key.split("/")[0] for key in GOLDEN.files})
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-BATCHES = (1, 3, 128)  # shapes are compiled one by one
 matching = jax.jit(matching_schedule, static_argnames="tokens", compiler_options=QUICK)
 
 
@@ -42,7 +41,7 @@ def test_schedules_of_the_cuda_kernel_are_accepted_and_changed_ones_are_not(kind
         shape = (len(row["cache_seqlens"]), len(row["tile_scheduler_metadata"]))
         if shape not in shapes or row["num_splits"][-1] > shapes[shape]["num_splits"][-1]:
             shapes[shape] = row
-    chosen = sorted(shapes.values(), key=lambda r: (len(r["cache_seqlens"]), len(r["tile_scheduler_metadata"])))[::4]
+    chosen = sorted(shapes.values(), key=lambda r: (len(r["cache_seqlens"]), len(r["tile_scheduler_metadata"])))[::2]
     changes = 0
     for row in chosen:
         lens, metadata, splits = (row[n] for n in ("cache_seqlens", "tile_scheduler_metadata", "num_splits"))
