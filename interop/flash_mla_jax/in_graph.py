@@ -65,7 +65,7 @@ def _in_blocks(metadata: jax.Array, lens: jax.Array, tokens: bool) -> dict[str, 
         )
         begin, end = (lax.div(x + offset, jnp.full_like(x, PAGE)) for x, offset in ((begin, 0), (end, PAGE - 1)))
     else:
-        end = jnp.where((lens[last] == 0) & (end == 0), 1, end)  # an empty request counts as a block that is not read
+        end = jnp.where(lens[last] == 0, jnp.where(end == 0, 1, -1), end)  # an empty request counts as a block, unread
     return {
         "begin_req": begin_req, "end_req": end_req, "begin": begin, "end": end, "split": split, "whole": whole,
         "first_split": rest[0], "last_split": rest[1], "blocks": blocks,
