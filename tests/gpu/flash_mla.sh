@@ -2,20 +2,26 @@
 # FlashMLA through JAX on a GPU machine in one go; results and logs under $OUT. `flash_mla.sh correct time` runs both parts.
 here=$(dirname "$0")
 correct() {
-    timeout 150 python3 -m pytest -q -n 6 --noconftest -o filterwarnings= -p no:cacheprovider "$here/test_flash_mla.py" \
-        --timeout 100 >"$OUT/tests.txt" 2>&1 &
-    timeout 120 python3 "$here/flash_mla_in_graph.py" replay "$OUT/replay.json" >"$OUT/replay.txt" 2>&1 &
-    timeout 120 python3 "$here/flash_mla_in_graph.py" shared "$OUT/shared.json" >"$OUT/shared.txt" 2>&1 &
-    timeout 150 python3 -m mla_jax check --json >"$OUT/check.json" 2>"$OUT/check.txt" &
+    timeout 100 python3 -m pytest -q -n 6 --noconftest -o filterwarnings= -p no:cacheprovider "$here/test_flash_mla.py" \
+        --timeout 60 >"$OUT/tests.txt" 2>&1 &
+    timeout 90 python3 "$here/flash_mla_in_graph.py" replay "$OUT/replay.json" >"$OUT/replay.txt" 2>&1 &
+    timeout 90 python3 "$here/flash_mla_in_graph.py" shared "$OUT/shared.json" >"$OUT/shared.txt" 2>&1 &
+    timeout 100 python3 -m mla_jax check --against flash_mla,torch,transformers --json >"$OUT/check.json" \
+        2>"$OUT/check.txt" &
+    timeout 100 python3 -m mla_jax check --quick --json >"$OUT/check_quick.json" 2>>"$OUT/check.txt" &
     wait
     tail -40 "$OUT/tests.txt" | cut -c1-220
     for f in replay shared check; do echo "== $f"; tail -4 "$OUT/$f.txt" | cut -c1-700; done
-    python3 - "$OUT/check.json" <<'P'
+    python3 - "$OUT/check.json" "$OUT/check_quick.json" <<'P'
 import json, sys
-report = json.loads(open(sys.argv[1]).read().splitlines()[-1])
-print("check:", {k: report[k] for k in ("ok", "pass", "fail", "skip", "seconds")})
-for row in report["rows"]:
-    if row["status"] == "fail":
+for name in sys.argv[1:]:
+    lines = open(name).read().splitlines()
+    if not lines:
+        print(name, "is empty")
+        continue
+    report = json.loads(lines[-1])
+    print(name, {k: report[k] for k in ("ok", "pass", "fail", "skip", "seconds")})
+    for row in [r for r in report["rows"] if r["status"] == "fail"][:12]:
         print({k: row[k] for k in ("case", "implementation", "reason", "errors")})
 P
 }
