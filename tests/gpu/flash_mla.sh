@@ -1,17 +1,20 @@
 #!/bin/bash
 # FlashMLA through JAX on a GPU machine in one go; results and logs under $OUT. `flash_mla.sh correct time` runs both parts.
 here=$(dirname "$0")
+log=$(mktemp -d)
+run_tests() { timeout 100 python3 -m pytest -q --noconftest -o filterwarnings= -p no:cacheprovider --timeout 60 "$here/test_flash_mla.py" "$@"; }
+# One call first: nothing else is worth the time while that fails.
+run_tests -n 0 -x -k "golden and dense_decode" >"$log/first.txt" 2>&1 || { tail -60 "$log/first.txt" | cut -c1-300; exit 1; }
 correct() {
-    timeout 100 python3 -m pytest -q -n 6 --noconftest -o filterwarnings= -p no:cacheprovider "$here/test_flash_mla.py" \
-        --timeout 60 >"$OUT/tests.txt" 2>&1 &
-    timeout 90 python3 "$here/flash_mla_in_graph.py" replay "$OUT/replay.json" >"$OUT/replay.txt" 2>&1 &
-    timeout 90 python3 "$here/flash_mla_in_graph.py" shared "$OUT/shared.json" >"$OUT/shared.txt" 2>&1 &
+    run_tests -n 6 >"$OUT/tests.txt" 2>&1 &
+    timeout 90 python3 "$here/flash_mla_in_graph.py" replay "$OUT/replay.json" >"$log/replay.txt" 2>&1 &
+    timeout 90 python3 "$here/flash_mla_in_graph.py" shared "$OUT/shared.json" >"$log/shared.txt" 2>&1 &
     timeout 100 python3 -m mla_jax check --against flash_mla,torch,transformers --json >"$OUT/check.json" \
-        2>"$OUT/check.txt" &
-    timeout 100 python3 -m mla_jax check --quick --json >"$OUT/check_quick.json" 2>>"$OUT/check.txt" &
+        2>"$log/check.txt" &
+    timeout 100 python3 -m mla_jax check --quick --json >"$OUT/check_quick.json" 2>>"$log/check.txt" &
     wait
     tail -40 "$OUT/tests.txt" | cut -c1-220
-    for f in replay shared check; do echo "== $f"; tail -4 "$OUT/$f.txt" | cut -c1-700; done
+    for f in replay shared check; do echo "== $f"; tail -4 "$log/$f.txt" | cut -c1-700; done
     python3 - "$OUT/check.json" "$OUT/check_quick.json" <<'P'
 import json, sys
 for name in sys.argv[1:]:
@@ -26,10 +29,10 @@ for name in sys.argv[1:]:
 P
 }
 time_all() {
-    timeout 70 python3 "$here/flash_mla_in_graph.py" overhead "$OUT/overhead.json" 2>"$OUT/overhead.txt" | cut -c1-300
+    timeout 70 python3 "$here/flash_mla_in_graph.py" overhead "$OUT/overhead.json" 2>"$log/overhead.txt" | cut -c1-300
     XLA_FLAGS=--xla_gpu_enable_command_buffer= \
-        timeout 60 python3 "$here/flash_mla_in_graph.py" overhead "$OUT/overhead.json" 2>>"$OUT/overhead.txt" | cut -c1-300
-    tail -3 "$OUT/overhead.txt" | cut -c1-500
+        timeout 60 python3 "$here/flash_mla_in_graph.py" overhead "$OUT/overhead.json" 2>>"$log/overhead.txt" | cut -c1-300
+    tail -3 "$log/overhead.txt" | cut -c1-500
 }
 for part in "$@"; do
     case $part in correct) correct ;; time) time_all ;; esac
