@@ -38,7 +38,7 @@ class Size:
     batch: int = 128
     layers: int = 61
     pages: int = 16  # of each request
-    steps: tuple[int, int] = (4, 12)  # unrolled into the short and the long executable
+    steps: tuple[int, int] = (2, 6)  # unrolled into the short and the long executable
     copy_bytes: int = 2**30  # read by the large copy
 
     @property

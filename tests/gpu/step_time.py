@@ -66,6 +66,7 @@ def main() -> None:
             "kv_format": kv_format,
             "implementation": implementation,
             "steps_per_call": per_call,
+            "mtp": mtp,
         }
         try:
             compiled, seconds = step.result()
