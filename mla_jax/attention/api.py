@@ -212,7 +212,7 @@ def _product(*factors: Any) -> float | jax.Array:
     """In float32; a number if all factors are."""
     known = all(isinstance(f, int | float | np.number | np.ndarray | None) for f in factors)
     as_float32 = np.float32 if known else functools.partial(jnp.asarray, dtype=jnp.float32)
-    product = math.prod((as_float32(f) for f in factors if f is not None), start=as_float32(1))
+    product: Any = math.prod((as_float32(f) for f in factors if f is not None), start=as_float32(1))
     return float(product) if known else product
 
 
