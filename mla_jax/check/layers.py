@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax.attention.api import IMPLEMENTATIONS
+from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
 from mla_jax.check.compare import PEERS, Row, peers
 from mla_jax.config import MLAConfig
@@ -63,7 +64,7 @@ def _decoded(config: MLAConfig, params: ModelParams, tokens: jax.Array, name: st
     counts, none = jnp.full(BATCH, PROMPT, jnp.int32), jnp.zeros(BATCH, jnp.int32)
 
     @jax.jit
-    def run(params: ModelParams, tokens: jax.Array, cache: object) -> jax.Array:
+    def run(params: ModelParams, tokens: jax.Array, cache: PagedKVCache) -> jax.Array:
         _, filled = prefill(params, config, tokens[:, :PROMPT], counts, none, pool.block_table, cache)
         hidden, _ = decode(
             params, config, tokens[:, PROMPT:], pool.kv_lens, pool.block_table, filled, implementation=name
