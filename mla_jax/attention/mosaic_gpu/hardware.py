@@ -1,5 +1,6 @@
 """Instructions without a name in Pallas: named barriers, flags in global memory, clearing swizzled rows."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -91,14 +92,14 @@ def rescale(matrix: jax.Array, factor: jax.Array, *, emulate: bool) -> jax.Array
     @plgpu.inline_mgpu(arg_types=(layout, layout.reduce(1)), return_type=result)
     def multiply(ctx: Any, matrix: Any, factor: Any) -> Any:
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
-        differs = arith.constant(ir.IntegerType.get_signless(1), 0)
+        one, differs = mgpu_utils.c(1.0, f32), mgpu_utils.c(0, ir.IntegerType.get_signless(1))
         for register in factor.registers.flat:
             if isinstance(register.type, ir.VectorType):
                 register = vector.extract(register, dynamic_position=[], static_position=[0])
             differs = arith.ori(differs, arith.cmpf(arith.CmpFPredicate.UNE, register, one))
         differs = nvvm.vote_sync(mgpu_utils.c(0xFFFFFFFF, i32), differs, "any")
-        branch: Any = scf.IfOp(differs, [r.type for r in matrix.registers.flat], has_else=True)
+        types = [r.type for r in matrix.registers.flat]
+        branch: Any = scf.IfOp(differs, types, has_else=True)  # type: ignore[call-arg]
         with ir.InsertionPoint(branch.then_block):
             product = matrix * factor.broadcast_in_dim(matrix.shape, (0,), matrix.layout)
             scf.yield_(list(product.registers.flat))
@@ -218,6 +219,37 @@ def clear_rows(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
             scf.yield_([])
 
     clear(tile, first)
+
+
+def negate(tile: Ref, *, emulate: bool) -> None:
+    """tile = -tile for 16-bit floats in shared memory, in whatever order they lie there."""
+    if emulate:
+        tile[...] = -tile[...]
+        return
+    bytes_at_once = 16 * WARPGROUP
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(TILED),))
+    def flip(ctx: Any, tile: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(WARPGROUP, i32))
+        first = arith.muli(thread, mgpu_utils.c(16, i32))
+        end, step = mgpu_utils.c(size, i32), mgpu_utils.c(bytes_at_once, i32)
+        loop: Any = scf.ForOp(first, end, step, [])  # type: ignore[call-arg]
+        with ir.InsertionPoint(loop.body):
+            offset = loop.induction_variable
+            address = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(tile), [offset], ir.IntegerType.get_signless(8))
+            words = " ".join(f"xor.b32 w{i}, w{i}, 0x80008000;" for i in range(4))
+            mgpu_utils.inline_ptx(
+                "{ .reg .b32 w<4>; ld.shared.v4.b32 {w0, w1, w2, w3}, [$0]; "
+                + words
+                + " st.shared.v4.b32 [$0], {w0, w1, w2, w3}; }",
+                address,
+                has_side_effects=True,
+            )
+            scf.yield_([])
+
+    size = 2 * math.prod(tile.shape)
+    flip(tile)
 
 
 def one_warp(body: Callable[[], None], *, emulate: bool) -> None:

@@ -130,7 +130,7 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         left_full=scratch["left_full"],
         right_full=scratch["right_full"],
         scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
-        next_scores_done=signal("next_scores_done", 1 + config.held_back),
+        next_scores_done=signal("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
         right_done=signal("right_done", 2),
         part=lax.axis_index("part"),
         row_block=lax.axis_index("row_block"),

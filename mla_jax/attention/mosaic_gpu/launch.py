@@ -47,8 +47,9 @@ def decode(
         schedule = schedule_for(q, kv_lens)
     else:
         _check_schedule(schedule, q)
+    _, tokens, _, _ = q.shape
     scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
-    config = KernelConfig()
+    config, causal = KernelConfig(), causal and tokens > 1  # one kernel for one token
     return decode_with(config, q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
 
 

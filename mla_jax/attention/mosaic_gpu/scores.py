@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE
-from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, make_visible, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, make_visible, negate, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn
 
 MATRIX = plgpu.Layout.WGMMA
@@ -53,7 +53,7 @@ def score(cta: Cta) -> None:
 
     def request(r: jax.Array, turn: Turn) -> Turn:
         segment = cta.segment(r)
-        queries = _take_queries(cta, turn, negate=scale < 0)
+        queries = _take_queries(cta, turn, negative=scale < 0)
         turn = turn.after(config)
 
         def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Turn]) -> Any:
@@ -91,16 +91,16 @@ def _send_scored(cta: Cta, turn: Turn) -> None:
         signal.send(turn.left)
 
 
-def _take_queries(cta: Cta, turn: Turn, *, negate: jax.Array) -> Queries:
+def _take_queries(cta: Cta, turn: Turn, *, negative: jax.Array) -> Queries:
     """Move queries out of their slots, and give the slots back."""
     plgpu.barrier_wait(cta.left_full.at[turn.left])
     plgpu.barrier_wait(cta.right_full.at[turn.right])
     left, right, rope = cta.slots.left.at[turn.left], cta.slots.right.at[turn.right], cta.slots.rope.at[turn.left]
 
-    @pl.when(negate)
+    @pl.when(negative)
     def _() -> None:
         for part in (left, right, rope):
-            part[...] = -plgpu.load(part, layout=MATRIX)
+            negate(part, emulate=cta.emulate)
         plgpu.commit_smem()
 
     kept = cta.config.register_tiles * TILE - HALF  # right dims that stay in registers

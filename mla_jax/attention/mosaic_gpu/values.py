@@ -52,8 +52,10 @@ def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref)
     cta.scored[side].receive(turn.left)
     decay = plgpu.load(cta.decay(turn.left), layout=ROW)
     output = rescale(output, decay, emulate=cta.emulate)
-    if side.held_back(cta.config):
+    if side.awaits_scores(cta.config):
         cta.next_scores_done.receive(turn.left)
+    if side.awaits_right(cta.config):
+        cta.right_done.receive(turn.left)
     probabilities, values = cta.slots.rope.at[turn.left], buffer.at[turn.of(side)]
     if cta.emulate:
         output = output + jnp.dot(probabilities[...].astype(jnp.float32), values[...].astype(jnp.float32))
@@ -67,7 +69,7 @@ def _reuse(cta: Cta, side: Side, turn: Turn, item: Upcoming) -> Upcoming:
     if side == Side.RIGHT:
         cta.right_done.send(turn.left)
         warpgroup_barrier(emulate=cta.emulate)  # one warp issues the copy, all four have read
-    else:
+    elif not side.awaits_right(cta.config):
         cta.right_done.receive(turn.left)  # the right side, too, has read the probabilities, where rope parts go
     return fill(cta, side, turn.of(side), item)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mla_jax.attention.mosaic_gpu.config import PAGE, ROWS, KernelConfig, Problem
+from mla_jax.attention.mosaic_gpu.config import LEFT_LAST, PAGE, ROWS, KernelConfig, Problem
 from mla_jax.attention.mosaic_gpu.hardware import Signal
 
 Ref = Any
@@ -22,9 +22,13 @@ class Side(enum.IntEnum):
     LEFT = 0  # 0:256
     RIGHT = 1  # 256:512
 
-    def held_back(self, config: KernelConfig) -> bool:
+    def awaits_scores(self, config: KernelConfig) -> bool:
         """Whether this side waits for the next scores before it multiplies."""
-        return config.held_back == 2 or (config.held_back == 1 and self == Side.LEFT)
+        return config.held_back == 2 or config.held_back == (1 if self == Side.LEFT else LEFT_LAST)
+
+    def awaits_right(self, config: KernelConfig) -> bool:
+        """Whether this side waits for the right one before it multiplies."""
+        return config.held_back == LEFT_LAST and self == Side.LEFT
 
 
 class Global(NamedTuple):

@@ -12,7 +12,10 @@ DIM, LATENT, PAGE = 576, 512, 64
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. Unowned cache bytes are NaN, table tails are garbage; pages are shuffled."""
+    """One call. Unowned cache bytes are NaN, table tails are garbage; pages are shuffled.
+
+    `room` is tokens per request that table and cache have place for at least: problems of equal room have equal shapes.
+    """
 
     lens: tuple[int, ...]
     tokens: int = 1
@@ -22,14 +25,15 @@ class Problem:
     dtype: str = "bfloat16"
     scale: float = DIM**-0.5
     seed: int = 0
+    room: int = 0
 
     def arrays(self):
         """q, cache, table, lens, tree_mask as numpy; 16-bit floats as jax arrays."""
         rng = np.random.default_rng(self.seed)
         batch, lens = len(self.lens), np.array(self.lens, np.int32)
-        pages = -(-lens // PAGE)
-        width = max(int(pages.max()), 1) + 1
-        total = int(pages.sum()) + 2  # page 0 and one more that nobody owns
+        pages, room = -(-lens // PAGE), -(-self.room // PAGE)
+        width = max(int(pages.max()), room, 1) + 1
+        total = max(int(pages.sum()), batch * room) + 2  # page 0 and one more that nobody owns
         cache = np.full((total, PAGE, DIM), np.nan, np.float32)
         order = rng.permutation(total - 1)[: int(pages.sum())] + 1
         table = np.where(rng.random((batch, width)) < 0.5, 2147480000, -1).astype(np.int32)
@@ -50,29 +54,29 @@ class Problem:
 
     def expected(self, q, cache, table, lens, mask):
         """out [B, S, H, 512], lse [B, H, S] and what rounding P may cost out, in float64."""
-        q, cache = np.asarray(q, np.float64), np.asarray(cache, np.float64)
-        batch = len(lens)
-        out = np.zeros((batch, self.tokens, self.heads, LATENT))
-        lse = np.full((batch, self.heads, self.tokens), -np.inf)
-        rounding = np.zeros_like(out)
-        for b in range(batch):
-            n = int(lens[b])
+        q, cache = np.asarray(q, np.float64), np.asarray(cache)
+        batch, rows = len(lens), self.tokens * self.heads
+        out, rounding = np.zeros((2, batch, rows, LATENT))
+        lse = np.full((batch, rows), -np.inf)
+        for b, n in enumerate(int(n) for n in lens):
             if n == 0:
                 continue
-            keys = cache[table[b, : -(-n // PAGE)]].reshape(-1, DIM)[:n]
-            logits = np.einsum("shd,td->hst", q[b], keys) * self.scale
-            logits = np.where(self._visible(n, None if mask is None else mask[b]), logits, -np.inf)
+            keys = cache[table[b, : -(-n // PAGE)]].reshape(-1, DIM)[:n].astype(np.float64)
+            logits = q[b].reshape(rows, DIM) @ keys.T * self.scale
+            visible = np.repeat(self._visible(n, None if mask is None else mask[b]), self.heads, axis=0)
+            logits = np.where(visible, logits, -np.inf)
             top = logits.max(axis=-1, keepdims=True)
             top = np.where(np.isfinite(top), top, 0.0)
             weight = np.exp(logits - top)
             total = weight.sum(axis=-1, keepdims=True)
             seen = total > 0
             weight = weight / np.where(seen, total, 1.0)
-            out[b] = np.einsum("hst,tv->shv", weight, keys[:, :LATENT])
-            spread = np.einsum("hst,tv->shv", weight**2, keys[:, :LATENT] ** 2)
-            rounding[b] = P_ROUNDING * np.sqrt(spread)
-            lse[b] = np.where(seen, top + np.log(np.where(seen, total, 1.0)), -np.inf)[..., 0]
-        return out, lse, rounding
+            out[b] = weight @ keys[:, :LATENT]
+            rounding[b] = P_ROUNDING * np.sqrt(weight**2 @ keys[:, :LATENT] ** 2)
+            lse[b] = np.where(seen, top + np.log(np.where(seen, total, 1.0)), -np.inf)[:, 0]
+        shape = (batch, self.tokens, self.heads)
+        lse = lse.reshape(shape).swapaxes(1, 2)
+        return out.reshape(*shape, LATENT), lse, rounding.reshape(*shape, LATENT)
 
     def _visible(self, n, mask):
         """[S, n]"""

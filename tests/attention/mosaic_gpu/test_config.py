@@ -29,7 +29,7 @@ Q, CACHE = array((2, 1, 16, 576)), array((8, 64, 576))
         ({"score_registers": 160}, "lower register_tiles"),
         ({"score_registers": 182}, "multiple of 8"),
         ({"value_registers": 152}, "at least 160"),
-        ({"held_back": 3}, "0, 1 or 2"),
+        ({"held_back": 4}, "0, 1, 2 or 3"),
     ],
 )
 def test_budgets(fields, reason):

@@ -19,7 +19,12 @@ CASES = {
 }
 
 
-CONFIGS = [KernelConfig(held_back=0), KernelConfig(held_back=2), KernelConfig(register_tiles=6)]
+CONFIGS = [
+    KernelConfig(held_back=0),
+    KernelConfig(held_back=2),
+    KernelConfig(held_back=3),
+    KernelConfig(register_tiles=5),
+]
 
 
 def run(config, parts, arrays, scale, *, causal=True, mask=None):
