@@ -56,7 +56,8 @@ class PagedKVCache:
         sizes["page_size"] = page_size
         for name, size in sizes.items():
             check_size(f"PagedKVCache.create: {name}", size)
-        scales = None if scales is None else jnp.asarray(scales, jnp.float32)
+        # A copy: who donates the cache must not lose the scales of the model.
+        scales = None if scales is None else jnp.array(scales, jnp.float32, copy=True)
         if scales is not None and not (chosen.has_scale and scales.shape == (num_layers,)):
             raise InputError(
                 f"scales must be [{num_layers}], one per layer, and only for a format that has them; got "

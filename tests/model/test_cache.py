@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,6 +24,17 @@ def test_layers_and_scales(name: str, mtp: bool, layers: int) -> None:
     else:
         assert cache.scales is None
     assert create_cache(PARAMS, TINY, 5, name, mtp=mtp).scales is None
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_a_donated_cache_takes_no_scales_along(mtp: bool) -> None:
+    """The model keeps its scales for the next cache, also where the cache has one for each of them."""
+    params = replace(PARAMS, kv_scales=jnp.array([0.5, 2.0, 3.0][: 3 if mtp else 2], jnp.float32))
+    for _ in range(2):
+        cache = create_cache(params, TINY, 2, "fp8", mtp=mtp)
+        for leaf in jax.tree.leaves(cache):
+            leaf.delete()  # as donation does
+    assert not params.kv_scales.is_deleted()
 
 
 def test_too_few_scales_are_refused() -> None:
