@@ -170,8 +170,8 @@ def from_operators(name: str, namespace: Any, platform: str = "cuda") -> Provide
         packet = getattr(namespace, expected.split("(")[0], None)
         if packet is None:
             continue
-        schema = str(packet.default._schema).split("::")[1]
-        if schema != expected:
+        schema = packet.default._schema
+        if schema != torch._C.parse_schema(f"{schema.name}({expected.split('(', 1)[1]}"):
             raise UnavailableError(f"{name} has an operator that this version cannot call: {schema} is not {expected}.")
         found[kind] = functools.partial(packet.default._op_dk, key)
     return Provider(name, **found, platform=platform)

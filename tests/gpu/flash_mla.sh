@@ -1,24 +1,24 @@
 #!/bin/bash
-# FlashMLA through JAX on a GPU machine in one go; results and logs under $OUT. `flash_mla.sh correct time` runs both parts.
+# FlashMLA through JAX on a GPU machine in one go; results and logs under $OUT. `flash_mla.sh correct time` runs both
+# parts; SHORT=SECONDS ends the first after that long, without the command check.
 here=$(dirname "$0")
 log=$(mktemp -d)
 run_tests() { timeout 100 python3 -m pytest -q --noconftest -o filterwarnings= -p no:cacheprovider --timeout 60 "$here/test_flash_mla.py" "$@"; }
-# One call first: nothing else is worth the time while that fails.
-run_tests -n 0 -x -k "golden and dense_decode" >"$log/first.txt" 2>&1 || { tail -60 "$log/first.txt" | cut -c1-300; exit 1; }
 correct() {
     run_tests -n 6 >"$OUT/tests.txt" 2>&1 &
     timeout 90 python3 "$here/flash_mla_in_graph.py" replay "$OUT/replay.json" >"$log/replay.txt" 2>&1 &
     timeout 90 python3 "$here/flash_mla_in_graph.py" shared "$OUT/shared.json" >"$log/shared.txt" 2>&1 &
-    timeout 100 python3 -m mla_jax check --against flash_mla,torch,transformers --json >"$OUT/check.json" \
+    [ -n "$SHORT" ] || timeout 100 python3 -m mla_jax check --against flash_mla,torch,transformers --json >"$OUT/check.json" \
         2>"$log/check.txt" &
-    timeout 100 python3 -m mla_jax check --quick --json >"$OUT/check_quick.json" 2>>"$log/check.txt" &
+    [ -n "$SHORT" ] || timeout 100 python3 -m mla_jax check --quick --json >"$OUT/check_quick.json" 2>>"$log/check.txt" &
+    if [ -n "$SHORT" ]; then sleep "$SHORT"; kill $(jobs -p) 2>/dev/null; fi
     wait
     tail -40 "$OUT/tests.txt" | cut -c1-220
     for f in replay shared check; do echo "== $f"; tail -4 "$log/$f.txt" | cut -c1-700; done
     python3 - "$OUT/check.json" "$OUT/check_quick.json" <<'P'
-import json, sys
+import json, os, sys
 for name in sys.argv[1:]:
-    lines = open(name).read().splitlines()
+    lines = open(name).read().splitlines() if os.path.exists(name) else []
     if not lines:
         print(name, "is empty")
         continue
