@@ -1,8 +1,8 @@
 """What an FP8 latent cache costs the demo model: `python tests/benchmarks/fp8_accuracy.py [--json FILE]`.
 
-Bits per byte of the held-out sample and teacher-forced top-1 agreement with the bf16 cache, for each FP8 format, for
-calibrated scales, and for caches that are broken on purpose. The broken ones must lose visibly, or the small losses
-of the others would mean nothing.
+Bits per byte of the held-out sample, teacher-forced top-1 agreement with the bf16 cache, and tokens per step with one
+drafted by the MTP module, for each FP8 format, for calibrated scales, and for caches that are broken on purpose. The
+broken ones must lose visibly, or the small losses of the others would mean nothing.
 """
 
 import argparse
@@ -22,11 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mla_jax import MLAConfig, PagedKVCache, load_checkpoint
+from mla_jax.decode.accept import accept_length
 from mla_jax.decode.calibrate import calibrate
 from mla_jax.decode.evaluate import Score, evaluate
 from mla_jax.demo import CHECKPOINT, HELDOUT
 from mla_jax.model.cache import create_cache
 from mla_jax.model.params import ModelParams
+from mla_jax.speculative.config import Speculation
 
 # Neither trained on nor part of the sample: bytes of the plays behind it, see mla_jax/demo/text.py.
 CALIBRATION = Path(__file__).parents[1] / "data" / "calibration.txt"
@@ -43,9 +45,9 @@ class WrittenWithoutScale(PagedKVCache):
         return replace(self, layers=PagedKVCache.write(replace(self, scales=None), *args).layers)
 
 
-def create_broken_cache(*args: Any) -> PagedKVCache:
+def create_broken_cache(*args: Any, **options: Any) -> PagedKVCache:
     """In the place of `create_cache`."""
-    cache = create_cache(*args)
+    cache = create_cache(*args, **options)
     return WrittenWithoutScale(cache.layers, cache.format, cache.scales)
 
 
@@ -71,24 +73,37 @@ ROWS = (
 
 
 def measure(
-    params: ModelParams, config: MLAConfig, tokens: list[int], scales: jax.Array, rows: Sequence[Row] = ROWS
+    params: ModelParams,
+    config: MLAConfig,
+    tokens: list[int],
+    scales: jax.Array,
+    rows: Sequence[Row] = ROWS,
+    prompts: Sequence[int] = (),
 ) -> Iterator[dict[str, Any]]:
     """A row of results after the other; the first is what the others are compared with.
 
-    A row holds bits_per_byte; excess, relative to bf16; top1_agreement with bf16. What else a cache may cost, such as
-    accepted drafts, belongs in the same rows.
+    A row holds bits_per_byte; excess, relative to bf16; top1_agreement with bf16; and, if there is a text to take
+    prompts from, accept_length: tokens that a sequence commits in a step with one drafted token, greedily.
     """
     baseline: Score | None = None
     for row in rows:
         own = replace(params, kv_scales=None if row.scales is None else row.scales(scales))
-        with mock.patch("mla_jax.decode.evaluate.create_cache", row.create):
+        drafts = {}
+        with (
+            mock.patch("mla_jax.decode.evaluate.create_cache", row.create),
+            mock.patch("mla_jax.decode.engine.create_cache", row.create),
+        ):
             score = evaluate(own, config, tokens, kv_format=row.kv_format)
+            if prompts:
+                accepted = accept_length(own, config, prompts, Speculation(1, 1, 2), kv_format=row.kv_format)
+                drafts = {"accept_length": accepted.mean}
         baseline = baseline or score
         yield {
             "cache": row.name,
             "bits_per_byte": score.bits_per_byte,
             "excess": score.bits_per_byte / baseline.bits_per_byte - 1,
             "top1_agreement": score.top1_agreement(baseline),
+            **drafts,
             "is_control": row.is_control,
         }
 
@@ -97,17 +112,21 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-bytes", type=int, metavar="N", help="of the sample; default: all")
+    parser.add_argument("--no-drafts", action="store_true", help="leave out the MTP module")
     parser.add_argument("--json", metavar="FILE", help="write the results to this file")
     args = parser.parse_args()
     started = time.perf_counter()
     config, params = load_checkpoint(CHECKPOINT, jnp.float32)
     found = calibrate(params, config, list(CALIBRATION.read_bytes()))
     rows = []
-    for row in measure(params, config, list(HELDOUT.read_bytes()[: args.max_bytes]), found.scales):
+    text = list(HELDOUT.read_bytes())
+    prompts = [] if args.no_drafts else text
+    for row in measure(params, config, text[: args.max_bytes], found.scales, prompts=prompts):
         rows.append(row)
+        drafts = f"  {row['accept_length']:.4f} tokens/step" if prompts else ""
         print(
             f"  {row['cache']:<37} {row['bits_per_byte']:.4f} bits/byte  {100 * row['excess']:+8.3f} %"
-            f"  top-1 {100 * row['top1_agreement']:6.2f} %",
+            f"  top-1 {100 * row['top1_agreement']:6.2f} %" + drafts,
             flush=True,
         )
     result = {
