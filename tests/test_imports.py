@@ -56,3 +56,9 @@ def test_torch_is_never_imported() -> None:
 def test_every_public_name_is_documented() -> None:
     for name in mla_jax.__all__:
         assert name == "PAGE_SIZE" or name == "FORMATS" or getattr(mla_jax, name).__doc__, name
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    """pytest imports them by name; two of one name break the collection of whichever comes second."""
+    names = sorted(p.name for p in Path(__file__).parent.rglob("test_*.py"))
+    assert len(names) == len(set(names)), [n for n in names if names.count(n) > 1]
