@@ -76,10 +76,12 @@ def _speculate_once(
     live = running & rows_of(ok, slots)
     window = jax.tree.map(lambda x: rows_of(x, slots), state.mtp)
     window = replace(window, count=jnp.where(live, window.count, 0))
+    table = jnp.where(live[:, None], rows_of(pool.block_table, slots), 0)
     rows = Drafter(
         params,
         config,
-        block_table=jnp.where(live[:, None], rows_of(pool.block_table, slots), 0),
+        # Nodes without room may stand past the end of the table, where kernels read it all the same: page 0 too.
+        block_table=jnp.pad(table, ((0, 0), (0, -(-speculation.draft_tokens // pool.page_size)))),
         kv_lens=jnp.where(live, rows_of(lens, slots), 1),
         room=jnp.where(live, rows_of(room, slots), 1),
         implementation=implementation,

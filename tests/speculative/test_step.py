@@ -10,6 +10,8 @@ import pytest
 from scipy.stats import chi2
 
 from mla_jax import load_checkpoint
+from mla_jax.attention import api, xla
+from mla_jax.attention.tree import without_mask
 from mla_jax.decode.sampling import Sampling, probabilities
 from mla_jax.decode.speculative_step import speculative_step
 from mla_jax.decode.state import Status
@@ -289,19 +291,22 @@ def test_one_compilation_for_all_lengths_and_no_host_callback():
 
 
 def test_an_implementation_without_a_mask_serves_trees(plain, monkeypatch):
-    from mla_jax.attention import api, xla
-    from mla_jax.attention.tree import without_mask
-
+    """And one that relies on tables that reach as far as lengths, also at the end of a table."""
     decode = jax.jit(xla.decode, static_argnames=("d_v", "causal"))
 
-    def maskless(*arrays, tree_mask, **options):
+    def maskless(q, kv_cache, block_table, kv_lens, *, tree_mask, **options):
         assert tree_mask is None
-        return decode(*arrays, tree_mask=None, **options)
+        out, lse = decode(q, kv_cache, block_table, kv_lens, tree_mask=None, **options)
+        too_long = (kv_lens > block_table.shape[1] * kv_cache.shape[1])[:, None, None, None]
+        return jnp.where(too_long, jnp.nan, out), lse
 
     named = replace(api.IMPLEMENTATIONS["xla"], name="maskless", decode=without_mask(maskless))
     monkeypatch.setitem(api.IMPLEMENTATIONS, "maskless", named)
-    texts, _ = slots_of(TREE).enter_all(prompts(LENGTHS)).run(20, implementation="maskless")
-    assert texts == [text[:20] for text in plain]
+    wanted = [*prompts(LENGTHS)[:3], *(prompts((n,))[0] for n in (372, 383))]
+    texts, _ = slots_of(TREE).enter_all(wanted).run(20, implementation="maskless")
+    assert texts[:3] == [text[:20] for text in plain[:3]]
+    ends = slots_of(None).enter_all(wanted)
+    assert texts == ends.run(20)[0] and [len(text) for text in texts[3:]] == [13, 2, 0]
 
 
 DEMO = [Speculation.chain(1), Speculation.chain(3), Speculation.chain(5), TREE, Speculation(5, 8, 16)]
