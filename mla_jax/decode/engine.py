@@ -6,9 +6,8 @@ then has to know how many pages are free.
 """
 
 import time
-from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -16,9 +15,9 @@ import numpy as np
 from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.config import MLAConfig
 from mla_jax.decode.graphs import Chunk, Graphs, check_buckets, default_buckets
-from mla_jax.decode.request import Request, Update, check_request, common_prefix, pages_for
+from mla_jax.decode.live import Live, Queues, Stats
+from mla_jax.decode.request import Request, Update, check_request, pages_for
 from mla_jax.decode.state import Entry, Status, cancel, empty_state, enter
-from mla_jax.decode.step import Emitted
 from mla_jax.errors import InputError
 from mla_jax.model.attend import attention_implementation
 from mla_jax.model.cache import create_cache
@@ -29,73 +28,6 @@ from mla_jax.speculative.window import MTPWindow
 LAG = 2  # calls of a step that the host reads behind the device
 STEPS_PER_VISIT = 8  # on an H200 a call costs the host 0.3 ms, and a step of a small model the device 0.15
 PREFILL_CHUNKS = (32, 128)  # tokens of each prompt per step of prefill
-
-
-@dataclass(eq=False)
-class _Live:
-    """A request in a slot, as far as the host knows."""
-
-    id: int
-    request: Request
-    slot: int
-    prompt: np.ndarray
-    filled: int  # prompt tokens that are in the cache, or will be after the steps under way
-    steps: int = 0  # of decoding, read or not; each emits a token or more
-    emitted: int = 0
-    ended: bool = False
-
-    @property
-    def needs_prefill(self) -> bool:
-        return not self.ended and self.filled < self.request.prefill_len
-
-    @property
-    def runs(self) -> bool:
-        return not self.ended and not self.needs_prefill and self.steps < self.request.max_new_tokens
-
-    @property
-    def growth(self) -> int:
-        """Pages that it may still ask for."""
-        return self.request.most_pages - pages_for(self.request.prefill_len + self.emitted)
-
-
-@dataclass
-class Stats:
-    """What an engine has done so far.
-
-    Attributes:
-        decode_steps, prefill_steps: run.
-        shared_tokens: prompt tokens that were forked and not computed.
-        most_pages: in use at any time.
-        prefill_seconds: of prefill while nothing was being decoded, which the host waits for.
-        compile_seconds: of all steps.
-        accept_histogram: how often a request committed so many tokens in a step.
-    """
-
-    decode_steps: int = 0
-    prefill_steps: int = 0
-    shared_tokens: int = 0
-    most_pages: int = 0
-    prefill_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    accept_histogram: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens that a request commits in a step, on average; 1 without speculation."""
-        steps = sum(self.accept_histogram.values())
-        return sum(n * times for n, times in self.accept_histogram.items()) / max(steps, 1)
-
-    def count(self, tokens: np.ndarray) -> None:
-        """Notes what a request committed in some steps, `[steps, K]`."""
-        committed = (tokens >= 0).sum(axis=1)
-        self.accept_histogram.update(committed[committed > 0].tolist())
-
-
-@dataclass
-class _Queues:
-    waiting: dict[int, Request] = field(default_factory=dict)  # by id, oldest first
-    live: dict[int, _Live] = field(default_factory=dict)  # by id
-    unread: deque[tuple[list[_Live], Emitted]] = field(default_factory=deque)
 
 
 class Engine:
@@ -177,7 +109,7 @@ class Engine:
             None if speculation is None else _empty_window(params, speculation, num_slots),
         )
         self._free_slots = list(range(num_slots))
-        self._q = _Queues()
+        self._q = Queues()
         self._next_id = 0
         self._may_admit = False  # something has changed since admission last failed
         self._running_slots: tuple[tuple[int, ...], jax.Array] | None = None
@@ -293,7 +225,7 @@ class Engine:
             if not self._free_slots:
                 return
             prompt = np.asarray(request.prompt, np.int64)
-            source, shared = self._shared_prefix(prompt)
+            source, shared = self._q.shared_prefix(prompt, unlike=0 if self._graphs.speculation is None else 1)
             if source is not None and source.filled < shared:
                 self._may_admit = True  # as soon as that prompt is in the cache
                 continue
@@ -304,20 +236,7 @@ class Engine:
             del self._q.waiting[number]
             self._enter(number, request, prompt, source, shared)
 
-    def _shared_prefix(self, prompt: np.ndarray) -> tuple[_Live | None, int]:
-        """Who has the longest common prefix of at least a page, and its length; (None, 0) if nobody has.
-
-        With drafts one token less is shared: the draft layer's row of a token knows the token behind it, too.
-        """
-        unlike = 0 if self._graphs.speculation is None else 1
-        best: tuple[_Live | None, int] = (None, 0)
-        for live in self._q.live.values():
-            shared = common_prefix(prompt[:-1], live.prompt[:-1]) - unlike
-            if shared >= PAGE_SIZE and shared > best[1]:
-                best = (live, shared)
-        return best
-
-    def _enter(self, number: int, request: Request, prompt: np.ndarray, source: _Live | None, shared: int) -> None:
+    def _enter(self, number: int, request: Request, prompt: np.ndarray, source: Live | None, shared: int) -> None:
         slot = self._free_slots.pop(0)
         entry = Entry(
             prompt_len=request.prefill_len,
@@ -331,7 +250,7 @@ class Engine:
             shared=shared,
         )
         self._state = enter(self._state, np.int32(slot), entry.on_host())
-        self._q.live[number] = _Live(number, request, slot, prompt, shared)
+        self._q.live[number] = Live(number, request, slot, prompt, shared)
         self.stats.shared_tokens += shared
 
     def _prefill(self) -> None:
@@ -353,7 +272,7 @@ class Engine:
             spent = time.perf_counter() - started - (self._graphs.compile_seconds - compiled)
             self.stats.prefill_seconds += spent
 
-    def _decode(self, running: list[_Live]) -> None:
+    def _decode(self, running: list[Live]) -> None:
         rows = self._graphs.bucket(len(running))
         padding = [self._state.status.shape[0]] * (rows - len(running))
         slots = (*(live.slot for live in running), *padding)
@@ -386,7 +305,7 @@ class Engine:
                 updates.append(Update(live.id, new, reason))
         return updates
 
-    def _leave(self, live: _Live) -> None:
+    def _leave(self, live: Live) -> None:
         live.ended = True
         del self._q.live[live.id]
         self._free_slots.append(live.slot)
