@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from flash_mla_jax import provider as providers
 from flash_mla_jax import validate
-from flash_mla_jax.call import SMS, Spec, run
+from flash_mla_jax.call import Spec, run
 from flash_mla_jax.in_graph import clamped, matching_schedule, valid_indices
 from flash_mla_jax.provider import DENSE_FP8, METADATA, METADATA_FP8, SPARSE, Provider
 
@@ -106,7 +106,8 @@ def flash_mla_with_kvcache(
         ValueError: the call is wrong.
         NotImplementedError: this machine cannot run it, or under `jax.vmap` or `jax.grad`, which it does not support.
 
-    Cost: scratch of (b + num_sm_parts) · s_q · h_q · 513 float32 from XLA, which layers share.
+    Cost: scratch of (b + num_sm_parts) · s_q · h_q · 513 float32 from XLA, which layers share. With e4m3 one more pass
+    over out.
     """
     kind = validate.kind_of(q, k_cache, indices, is_fp8_kvcache)
     validate.check_call(kind, q, k_cache, block_table, cache_seqlens, head_dim_v, causal, indices)
@@ -153,6 +154,9 @@ def _dense(
         metadata = tuple(run(Spec(METADATA_FP8, spec.parts, options=(rows, 1), provider=spec.provider), lens))
         spec = Spec(spec.kind, spec.parts, True, spec.options, spec.provider)
     out, lse = run(spec, q, k_cache, table, lens, *scales, *metadata)
+    if spec.kind == DENSE_FP8:  # its kernel reads some page for an empty request, which may hold NaN
+        empty = (lens == 0)[:, None, None]
+        out, lse = jnp.where(empty[..., None], 0, out), jnp.where(empty, jnp.inf, lse)
     return out, jnp.swapaxes(lse, 1, 2)
 
 
@@ -170,13 +174,8 @@ def _sparse(
 
 def _parts(rows: int) -> int:
     """num_sm_parts of the dense kernels: as many as fill the GPU with blocks of 64 query rows."""
-    return max(_num_sms() // -(-rows // ROWS), 1)
+    return max(providers.num_sms() // -(-rows // ROWS), 1)
 
 
 def _sparse_parts(queries: int, heads: int) -> int:
-    return max(_num_sms() // queries // (heads // ROWS), 1)
-
-
-def _num_sms() -> int:
-    device = providers.default_device()
-    return int(device.core_count) if device.platform == "gpu" else SMS
+    return max(providers.num_sms() // queries // (heads // ROWS), 1)

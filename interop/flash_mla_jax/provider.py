@@ -20,6 +20,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 from flash_mla_jax.errors import UnavailableError
 
+SMS = 132  # of an H100 or H200
 CAPABILITY = "9.0"  # of Hopper, which all of these kernels are written for
 INSTALL = "pip install 'mla-jax[flashmla]'"
 LEGACY = "flash_mla_legacy"  # namespace of sgl-flash-mla's operators for Hopper
@@ -105,6 +106,12 @@ def default_device() -> Any:
     """The JAX device that calls run on."""
     default = jax.config.jax_default_device
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+
+
+def num_sms() -> int:
+    """Streaming multiprocessors of that device; those of an H200 where it is no GPU and only shapes are asked for."""
+    device = default_device()
+    return int(device.core_count) if device.platform == "gpu" else SMS
 
 
 def device_reason(platform: str, name: str, capability: str | None) -> str | None:

@@ -1,5 +1,6 @@
 """`mla_decode` through FlashMLA's CUDA kernels: names, scales, schedules and marks as `flash_mla_jax` wants them."""
 
+import functools
 from typing import Any
 
 import jax
@@ -55,20 +56,33 @@ def decode(
     Cost: FlashMLA's own, and its scratch of (B + parts) · S · H · 513 float32; for fp8_ds_mla beside it B · S · M · 64
     indices, all of which the kernel walks.
     """
-    import flash_mla_jax
-
-    q, cache = jnp.asarray(q), jnp.asarray(kv_cache)[:, :, None]
-    block_table, kv_lens = jnp.asarray(block_table), jnp.asarray(kv_lens)
     kind = _kind(kv_cache)
-    if kind == "sparse":
+    scales = _scales(logit_scale, value_scale) if kind == "dense_fp8" else {}
+    softmax_scale = 1.0 if scales else _number(logit_scale)
+    metadata = (None, None) if schedule is None else (schedule.metadata, schedule.num_splits)
+    return _decode(q, kv_cache, block_table, kv_lens, metadata, scales, softmax_scale, causal)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))  # outside jit too: there the cache's new dim would be a copy
+def _decode(
+    q: Array,
+    kv_cache: Array,
+    block_table: Array,
+    kv_lens: Array,
+    metadata: tuple[Array | None, Array | None],
+    scales: Any,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Array, Array]:
+    from flash_mla_jax import flash_mla_with_kvcache
+
+    cache = kv_cache[:, :, None]
+    if _kind(kv_cache) == "sparse":
         indices = _all_tokens(block_table, kv_lens, q.shape[1], causal)
-        scale = _number(logit_scale)
-        out, lse = flash_mla_jax.flash_mla_with_kvcache(q, cache, None, None, softmax_scale=scale, indices=indices)
+        out, lse = flash_mla_with_kvcache(q, cache, None, None, softmax_scale=softmax_scale, indices=indices)
     else:
-        metadata, num_splits = (None, None) if schedule is None else (schedule.metadata, schedule.num_splits)
-        scales = _scales(logit_scale, value_scale) if kind == "dense_fp8" else {"softmax_scale": _number(logit_scale)}
-        out, lse = flash_mla_jax.flash_mla_with_kvcache(
-            q, cache, block_table, kv_lens, d_v, metadata, num_splits, causal=causal, **scales
+        out, lse = flash_mla_with_kvcache(
+            q, cache, block_table, kv_lens, LATENT, *metadata, softmax_scale=softmax_scale, causal=causal, **scales
         )
     return out, jnp.where(jnp.isposinf(lse), -jnp.inf, lse)  # FlashMLA's mark of a row that sees no key
 
@@ -79,7 +93,7 @@ def schedule_for(q: jax.ShapeDtypeStruct | Array, kv_lens: Int32[Array, " B"]) -
 
     _, tokens, heads, _ = q.shape
     order = "2025-02" if q.dtype == jnp.float8_e4m3fn else "2026-01"  # the FP8 kernel is of the first generation
-    parts = num_sm_parts(provider.default_device().core_count, tokens, heads)
+    parts = num_sm_parts(provider.num_sms(), tokens, heads)
     return tile_schedule(kv_lens, parts, order=order)
 
 
@@ -103,11 +117,11 @@ def _unsupported_call(q: Any, kv_cache: Any, d_v: int) -> str | None:
     return None
 
 
-def _scales(logit_scale: Any, value_scale: Any) -> dict[str, Any]:
-    """The FP8 kernel multiplies logits by softmax_scale · descale_q · descale_k and the output by descale_k."""
+def _scales(logit_scale: Any, value_scale: Any) -> dict[str, Array]:
+    """The FP8 kernel multiplies logits by both, and the output by descale_k."""
     descale_k = jnp.ones((), jnp.float32) if value_scale is None else jnp.asarray(value_scale, jnp.float32)
     descale_q = jnp.asarray(logit_scale, jnp.float32) / descale_k
-    return {"softmax_scale": 1.0, "descale_q": descale_q.reshape(1), "descale_k": descale_k.reshape(1)}
+    return {"descale_q": descale_q.reshape(1), "descale_k": descale_k.reshape(1)}
 
 
 def _number(scale: Any) -> float:

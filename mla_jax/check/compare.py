@@ -14,7 +14,8 @@ OUT_RELATIVE, OUT_ABSOLUTE = 2.0**-7, 1e-3
 # rounds weights to e4m3, by up to 2^-4.
 WEIGHTS, FP8_WEIGHTS = 2.0**-7, 2.0**-3
 RMS, FP8_RMS = 4e-3, 4e-2
-LSE = 1e-5  # of max(1, |lse|); products and sums are float32 everywhere
+LSE = 1e-5  # of max(1, |lse|); products and sums are float32
+FP8_LSE = 5e-3  # Hopper's FP8 products keep about 13 bits while they accumulate
 PEERS = ("torch",)
 NAMES = (*IMPLEMENTATIONS, *PEERS, "transformers")
 
@@ -103,7 +104,7 @@ def judge(problem: Problem, name: str, out: np.ndarray, lse: np.ndarray, answer:
         reason = f"{int((difference > limit).sum())} numbers of out differ by more than rounding explains."
     elif rms > (FP8_RMS if fp8_weights else RMS):
         reason = f"The relative RMS error of out is {rms:.1e}."
-    elif not numbers[2] <= LSE:
+    elif not numbers[2] <= (FP8_LSE if fp8_weights else LSE):
         reason = f"lse differs by {numbers[2]:.1e} of its size."
     return Row(problem.name, name, "pass" if reason is None else "fail", reason, *numbers)
 

@@ -60,8 +60,9 @@ def add(q: jax.Array, out: jax.Array) -> jax.Array:
 
 def step_outside_jit(q: jax.Array, cache: jax.Array, table: jax.Array, lens: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The same layer by layer, each with the metadata that the kernel makes."""
+    k_cache = cache[:, :, None]
     for _ in range(LAYERS):
-        out, lse = flash_mla_jax.flash_mla_with_kvcache(q, cache[:, :, None], table, lens)
+        out, lse = flash_mla_jax.flash_mla_with_kvcache(q, k_cache, table, lens)
         q = add(q, out)
     return q, lse
 

@@ -95,8 +95,11 @@ def test_fp8_with_traced_scales(heads: int, queries: int, scales: tuple[Any, Any
     out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     seen = ~np.isneginf(want_lse)
-    assert np.abs(lse[seen] - want_lse[seen]).max() < 1e-3
-    assert (np.abs(out - want * factor) <= (2e-3 + 2.0**-7 * np.abs(want) + 2.0**-2 * spread) * factor).all()
+    # Hopper's FP8 products keep about 13 bits while they accumulate.
+    assert np.abs(lse[seen] - want_lse[seen]).max() < 5e-3 * max(1, q_factor)
+    assert (
+        np.abs(out - want * factor) <= (2e-3 + 2.0**-7 * np.abs(want) + 2.0**-2 * max(1, q_factor) * spread) * factor
+    ).all()
 
 
 @pytest.mark.parametrize("heads, queries", [(64, 1), (128, 2)])
