@@ -9,10 +9,21 @@ from typing import Any
 import jax
 
 from mla_jax.cache.formats import kv_format
-from mla_jax.cli.common import Model, add_model_options, load_model, progress_bar, table
+from mla_jax.cli.common import (
+    Model,
+    add_model_options,
+    add_speculation_options,
+    load_model,
+    progress_bar,
+    speculation_of,
+    table,
+    waiting,
+)
+from mla_jax.decode.accept import accept_length
 from mla_jax.decode.evaluate import Score, evaluate
 from mla_jax.demo import HELDOUT
 from mla_jax.errors import InputError
+from mla_jax.speculative.config import Speculation
 
 
 def add_parser(commands: Any) -> None:
@@ -24,6 +35,7 @@ def add_parser(commands: Any) -> None:
         "--against", metavar="FORMAT", help="score with this cache format too, and tell how often both predict the same"
     )
     add_model_options(parser)
+    add_speculation_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -33,6 +45,7 @@ def run(args: argparse.Namespace) -> None:
         kv_format(name)  # refuse it before loading anything
     if args.max_bytes is not None and args.max_bytes < 1:
         raise InputError(f"--max-bytes must be at least 1, got {args.max_bytes}.")
+    speculation = speculation_of(args)
     path = HELDOUT if args.file is None else Path(args.file)
     try:
         data = path.read_bytes()[: args.max_bytes]
@@ -41,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
     model = load_model(args)
     tokens = model.tokenizer.encode(data.decode("utf-8", errors="surrogateescape"))
     started = time.perf_counter()
+    drafts = {} if speculation is None else _accept_lengths(args, model, tokens, speculation)
     score = _score(args, model, tokens, len(data), args.kv_format)
     compared = {}
     if args.against is not None:
@@ -54,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
         "bits_per_byte": round(score.bits_per_byte, 4),
         "bits_per_token": round(score.bits_per_token, 4),
         **compared,
+        **drafts,
         "scored_tokens": score.scored_tokens,
         "windows": score.windows,
         "text": path.name,
@@ -68,6 +83,27 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(report))
     else:
         print(table({name.replace("_", " "): str(value) for name, value in report.items()}))
+
+
+def _accept_lengths(
+    args: argparse.Namespace, model: Model, tokens: list[int], speculation: Speculation
+) -> dict[str, Any]:
+    """Tokens committed per step with drafts, greedy and at temperature 1."""
+    found: dict[str, Any] = {"draft_steps": speculation.steps}
+    for suffix, temperature in (("", 0.0), ("_t1", 1.0)):
+        with waiting(f"Drafting at temperature {temperature:g}"):
+            result = accept_length(
+                model.params,
+                model.config,
+                tokens,
+                speculation,
+                temperature=temperature,
+                kv_format=args.kv_format,
+                implementation=args.implementation,
+            )
+        found[f"accept_length{suffix}"] = round(result.mean, 4)
+        found[f"accept_histogram{suffix}"] = {str(n): times for n, times in result.histogram.items()}
+    return found
 
 
 def _score(args: argparse.Namespace, model: Model, tokens: list[int], num_bytes: int, name: str) -> Score:
