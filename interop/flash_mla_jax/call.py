@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 from flash_mla_jax import provider as providers
 from flash_mla_jax.errors import UnavailableError
-from flash_mla_jax.provider import DENSE, DENSE_FP8, METADATA, METADATA_FP8, SPARSE, Provider
+from flash_mla_jax.provider import DENSE_FP8, METADATA, METADATA_FP8, SPARSE, Provider
 
 D_V = 512
 
@@ -158,12 +158,13 @@ def _load_kernel(spec: Spec, provider: Provider, shapes: tuple[Any, ...]) -> Non
 
 
 def _one_request(spec: Spec, shapes: tuple[Any, ...], device: Any) -> list[Any]:
-    """Arguments like these for one request: a page of zeros, a length of 0, and metadata of parts without work."""
+    """Arguments like these for one request: a page of zeros, a length of 1, and metadata of parts without work."""
     import torch
 
     inputs = [torch.zeros((1, *shape[1:]), dtype=getattr(torch, dtype), device=device) for shape, dtype in shapes]
-    if spec.kind in (DENSE, DENSE_FP8):
-        inputs[2] = inputs[2].repeat(2, 1)  # the table has a row more
+    for tensor, (shape, dtype) in zip(inputs, shapes, strict=True):
+        if len(shape) == 1 and dtype == "int32":
+            tensor.fill_(1)  # lengths
     if spec.with_metadata:
         inputs[-2] = torch.ones(shapes[-2][0], dtype=torch.int32, device=device)
         inputs[-1] = torch.arange(2, dtype=torch.int32, device=device)
@@ -203,7 +204,6 @@ def _launch(spec: Spec, provider: Provider, inputs: list[Any]) -> Any:
         scale, *more = spec.options
         return kernel(q, cache, indices, None, None, *metadata, None, None, None, D_V, scale, *more)
     q, cache, table, lens, *scales = inputs[: len(inputs) - 2 * spec.with_metadata]
-    table = table[1:]  # behind the guard row, see in_graph.clamped
     scale, causal = spec.options
     common = (q, cache, D_V, lens, table, scale, causal, *metadata)
     return kernel(*common, *scales) if spec.kind == DENSE_FP8 else kernel(*common)

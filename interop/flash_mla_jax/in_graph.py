@@ -15,14 +15,9 @@ def clamped(block_table: jax.Array, cache_seqlens: jax.Array, num_blocks: int) -
     """Page ids within the cache, lengths within the table. Right values are not changed.
 
     Entries past a request's length are never read, so what they become does not matter.
-
-    The table comes back as `[b + 1, max_num_blocks]`, behind a guard row of zeros: for a request of length 0 the dense
-    FP8 kernel reads the entry before the request's first, which for the first request is before the table.
     """
     longest = block_table.shape[1] * PAGE
-    guard = jnp.zeros((1, block_table.shape[1]), block_table.dtype)
-    table = jnp.concatenate([guard, jnp.clip(block_table, 0, num_blocks - 1)])
-    return table, jnp.clip(cache_seqlens, 0, longest)
+    return jnp.clip(block_table, 0, num_blocks - 1), jnp.clip(cache_seqlens, 0, longest)
 
 
 def valid_indices(indices: jax.Array, num_tokens: int) -> jax.Array:

@@ -133,7 +133,7 @@ PROVIDER: Provider | None = None  # tests of the callback on a CPU put one of th
 
 @functools.partial(jax.jit, static_argnames="spec")
 def _metadata(cache_seqlens: jax.Array, spec: Spec) -> Any:
-    return run(spec, jnp.maximum(cache_seqlens, 0))
+    return run(spec, jnp.maximum(cache_seqlens, 1 if spec.kind == METADATA_FP8 else 0))  # see _dense_fp8
 
 
 @functools.partial(jax.jit, static_argnames="spec")
@@ -147,17 +147,34 @@ def _dense(
     spec: Spec,
 ) -> tuple[jax.Array, jax.Array]:
     table, lens = clamped(block_table, cache_seqlens, k_cache.shape[0])
+    if spec.kind == DENSE_FP8:
+        return _dense_fp8(q, k_cache, table, lens, scales, *metadata, spec=spec)
     if metadata:
-        metadata = matching_schedule(metadata[0], metadata[1], lens, tokens=spec.kind == DENSE_FP8)
-    elif spec.kind == DENSE_FP8:  # the only kernel that does not make its own
-        rows = q.shape[1] * q.shape[2]
-        metadata = tuple(run(Spec(METADATA_FP8, spec.parts, options=(rows, 1), provider=spec.provider), lens))
-        spec = Spec(spec.kind, spec.parts, True, spec.options, spec.provider)
-    out, lse = run(spec, q, k_cache, table, lens, *scales, *metadata)
-    if spec.kind == DENSE_FP8:  # its kernel reads some page for an empty request, which may hold NaN
-        empty = (lens == 0)[:, None, None]
-        out, lse = jnp.where(empty[..., None], 0, out), jnp.where(empty, jnp.inf, lse)
+        metadata = matching_schedule(metadata[0], metadata[1], lens, tokens=False)
+    out, lse = run(spec, q, k_cache, table, lens, *metadata)
     return out, jnp.swapaxes(lse, 1, 2)
+
+
+def _dense_fp8(
+    q: jax.Array,
+    k_cache: jax.Array,
+    table: jax.Array,
+    lens: jax.Array,
+    scales: tuple[jax.Array, ...],
+    *metadata: jax.Array,
+    spec: Spec,
+) -> tuple[jax.Array, jax.Array]:
+    """An empty request takes part with one token: of none its kernel reads the table entry before the first."""
+    used = jnp.maximum(lens, 1)
+    if metadata:
+        metadata = matching_schedule(metadata[0], metadata[1], used, tokens=True)
+    else:  # the only kernel that does not make its own
+        rows = q.shape[1] * q.shape[2]
+        metadata = tuple(run(Spec(METADATA_FP8, spec.parts, options=(rows, 1), provider=spec.provider), used))
+        spec = Spec(spec.kind, spec.parts, True, spec.options, spec.provider)
+    out, lse = run(spec, q, k_cache, table, used, *scales, *metadata)
+    empty = (lens == 0)[:, None, None]
+    return jnp.where(empty[..., None], 0, out), jnp.swapaxes(jnp.where(empty, jnp.inf, lse), 1, 2)
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -1,6 +1,7 @@
 """`mla_decode` through FlashMLA's CUDA kernels: names, scales, schedules and marks as `flash_mla_jax` wants them."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -92,9 +93,11 @@ def schedule_for(q: jax.ShapeDtypeStruct | Array, kv_lens: Int32[Array, " B"]) -
     from flash_mla_jax import provider
 
     _, tokens, heads, _ = q.shape
-    order = "2025-02" if q.dtype == jnp.float8_e4m3fn else "2026-01"  # the FP8 kernel is of the first generation
     parts = num_sm_parts(provider.num_sms(), tokens, heads)
-    return tile_schedule(kv_lens, parts, order=order)
+    if q.dtype != jnp.float8_e4m3fn:
+        return tile_schedule(kv_lens, parts)
+    # The FP8 kernel is of the first generation, and flash_mla_jax gives it a token of an empty request.
+    return replace(tile_schedule(jnp.maximum(kv_lens, 1), parts, order="2025-02"), kv_lens=kv_lens)
 
 
 def _kind(kv_cache: Any) -> str:

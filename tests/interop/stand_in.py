@@ -102,15 +102,12 @@ def _walk(q, kcache, lens, table, scale, value_scale, causal, metadata, num_spli
             continue
         for request in range(begin_req, end_req + 1):
             first = begin if request == begin_req else 0
-            if tokens and lens[request] == 0:
-                _read_before_the_first(table, request, kcache.shape[0])
+            assert lens[request] > 0 or not tokens, "illegal memory access"  # as its kernel on an H200
             blocks = -(-int(lens[request]) // PAGE)
             last = end if request == end_req else blocks
             piece, piece_lse = _piece(
                 q[request], kcache, table[request], int(lens[request]), first, last, scale, causal
             )
-            if tokens and lens[request] == 0:  # nothing is known of what it gives then
-                piece, piece_lse = piece + math.nan, piece_lse + math.nan
             if splits[request + 1] - splits[request] == 1:
                 flat_out[request] = (piece * value_scale).to(out.dtype)
                 lse[request, 0] = torch.where(piece_lse == -math.inf, math.inf, piece_lse)
@@ -127,14 +124,6 @@ def _walk(q, kcache, lens, table, scale, value_scale, causal, metadata, num_spli
         merged = (weights[..., None] * out_accum[start:stop, 0].double()).sum(0)
         flat_out[request] = (merged * value_scale).to(out.dtype)
         lse[request, 0] = torch.where(total == -math.inf, math.inf, total)
-
-
-def _read_before_the_first(table, request, num_pages):
-    """As the FP8 kernel does for a request without tokens, whose last block is block -1."""
-    place = table.storage_offset() + request * table.stride(0) - 1
-    assert place >= 0, "illegal memory access"
-    page = int(table.as_strided((1,), (1,), place))
-    assert 0 <= page < num_pages, "illegal memory access"
 
 
 def _piece(q, kcache, table, length, first, last, scale, causal):

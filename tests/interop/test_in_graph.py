@@ -71,6 +71,6 @@ def test_right_values_stay_and_wrong_ones_are_clamped() -> None:
     table = jnp.asarray([[0, 7, -1], [8, 2147480000, 3]], jnp.int32)
     lens = jnp.asarray([-5, 1000], jnp.int32)
     pages, lengths = clamped(table, lens, 8)
-    assert pages.tolist() == [[0, 0, 0], [0, 7, 0], [7, 7, 3]] and lengths.tolist() == [0, 192]
+    assert pages.tolist() == [[0, 7, 0], [7, 7, 3]] and lengths.tolist() == [0, 192]
     indices = jnp.asarray([-1, 0, 511, 512, -7, 2**31 - 1], jnp.int32)
     assert valid_indices(indices, 512).tolist() == [-1, 0, 511, -1, -1, -1]
