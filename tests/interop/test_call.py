@@ -231,3 +231,16 @@ def test_a_cpu_says_why_it_cannot() -> None:
         UnavailableError, match=r"^FlashMLA's kernels need an NVIDIA Hopper GPU, and JAX runs on cpu here\."
     ):
         flash_mla_jax.flash_mla_with_kvcache(**right_call())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_indices_of_all_tokens_that_a_query_sees(causal: bool) -> None:
+    table = jnp.asarray([[5, 2, 9], [-1, 2147480000, 7], [3, 4, 8]], jnp.int32)
+    lens, queries = (130, 0, 2), 3
+    indices = np.asarray(flash_mla._all_tokens(table, jnp.asarray(lens, jnp.int32), queries, causal))
+    assert indices.shape == (3, queries, 192)
+    for b, length in enumerate(lens):
+        for j in range(queries):
+            seen = [t for t in range(length) if not causal or t <= length - queries + j]
+            wanted = [int(table[b, t // 64]) * 64 + t % 64 for t in seen]
+            assert indices[b, j][indices[b, j] >= 0].tolist() == wanted
