@@ -15,7 +15,8 @@ from tests.tiny import TINY
 TEXT = np.random.default_rng(0).integers(0, TINY.vocab_size, 4 * 64 + 3).tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_histogram_adds_up(temperature):
     result = accept_length(
         agreeable_params(), TINY, TEXT, Speculation.chain(2), temperature=temperature, num_prompts=4, new_tokens=15
