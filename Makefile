@@ -11,7 +11,7 @@ ARGS ?=
 # To test another version than the newest that pyproject.toml admits: make test VENV=.venv-oldest JAX=jax==0.11.2
 JAX ?=
 
-.PHONY: help demo test test-full lint bench-cpu bench-cache clean
+.PHONY: help demo test test-full lint notebooks bench-cpu bench-cache clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ lint: $(VENV)/.lint ## ruff and mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+notebooks: $(VENV)/.notebooks ## Execute the notebooks in place; ARGS="fp8" only those with that in their name
+	$(PYTHON) scripts/notebooks.py $(ARGS)
 
 bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU
 	$(PYTHON) tests/benchmarks/xla_against_sdpa.py
@@ -59,4 +62,9 @@ $(VENV)/.test: $(VENV)/.runtime
 $(VENV)/.lint: $(VENV)/.runtime
 	@echo "Installing what lint needs into $(VENV)"
 	@$(PIP) --group lint $(JAX)
+	@touch $@
+
+$(VENV)/.notebooks: $(VENV)/.runtime
+	@echo "Installing what the notebooks need into $(VENV)"
+	@$(PIP) --editable '.[notebooks]' $(JAX)
 	@touch $@
