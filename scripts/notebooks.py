@@ -12,9 +12,9 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 CELL_TIMEOUT = 300  # seconds
@@ -30,10 +30,10 @@ def execute(path: Path) -> nbformat.NotebookNode:
     notebook.metadata = nbformat.from_dict(METADATA)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     place = {"metadata": {"path": str(FOLDER)}}
+    options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True, "resources": place}
     with tempfile.TemporaryDirectory() as sockets:
-        kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
-        options = {"timeout": CELL_TIMEOUT, "record_timing": False, "coalesce_streams": True}
-        NotebookClient(notebook, km=kernel, resources=place, **options).execute()
+        config = Config(AsyncKernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})  # no port, no warning
+        NotebookClient(notebook, config=config, **options).execute()
     notebook.metadata = nbformat.from_dict(METADATA)
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", nbformat.from_dict({})
