@@ -15,6 +15,7 @@ from mla_jax.explain import Explanation, explain
 from mla_jax.model.load import load_checkpoint, save_checkpoint
 from mla_jax.model.mla import absorb_query, expand_output, split_kv_b_proj
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
+from mla_jax.speculative.config import Speculation
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "PagedKVCache",
     "Request",
     "Sampling",
+    "Speculation",
     "TileSchedule",
     "Update",
     "absorb_query",
