@@ -134,7 +134,7 @@ plt.show()
 # nothing, a chain of one, a chain of three, and the tree above.
 
 # %%
-prompts = [list(text[start : start + 64]) for start in range(0, len(text), len(text) // 8)][:8]
+prompts = [list(text[start : start + 32]) for start in range(0, len(text), len(text) // 8)][:8]
 drafts = {
     "no draft": None,
     "chain of 1": Speculation.chain(1),
