@@ -6,6 +6,7 @@ then has to know how many pages are free.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -13,10 +14,10 @@ import jax
 import numpy as np
 
 from mla_jax.cache.formats import PAGE_SIZE
-from mla_jax.config import MLAConfig
+from mla_jax.config import MLAConfig, check_integer
 from mla_jax.decode.graphs import Chunk, Graphs, check_buckets, default_buckets
 from mla_jax.decode.live import Live, Queues, Stats
-from mla_jax.decode.request import Request, Update, check_request, pages_for
+from mla_jax.decode.request import Request, Update, checked, pages_for
 from mla_jax.decode.state import Entry, Status, cancel, empty_state, enter
 from mla_jax.errors import InputError
 from mla_jax.model.attend import attention_implementation
@@ -76,8 +77,7 @@ class Engine:
             (1 if jax.default_backend() == "cpu" else STEPS_PER_VISIT) if steps_per_visit is None else steps_per_visit
         )
         for name, size in (("num_slots", num_slots), ("prefill_chunk", prefill_chunk), ("steps_per_visit", steps)):
-            if size < 1:
-                raise InputError(f"{name} must be at least 1, got {size}.")
+            check_integer(name, size, 1)
         longest = config.max_position if max_seq_len is None else max_seq_len
         if not 1 <= longest <= config.max_position:
             raise InputError(f"max_seq_len must be from 1 to the model's {config.max_position}, got {max_seq_len}.")
@@ -110,6 +110,7 @@ class Engine:
         )
         self._free_slots = list(range(num_slots))
         self._q = Queues()
+        self._updates: deque[Update] = deque()  # not delivered yet
         self._next_id = 0
         self._may_admit = False  # something has changed since admission last failed
         self._running_slots: tuple[tuple[int, ...], jax.Array] | None = None
@@ -121,8 +122,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs, or tokens are still to be read."""
-        return bool(self._q.waiting or self._q.live or self._q.unread)
+        """Whether a request waits or runs, or updates are still to come."""
+        return bool(self._q.waiting or self._q.live or self._q.unread or self._updates)
 
     @property
     def pages_free(self) -> int:
@@ -146,12 +147,12 @@ class Engine:
         return graphs.compile_seconds - before
 
     def submit(self, request: Request, what: str = "The prompt") -> int:
-        """Queues a request and returns its id: 0, 1, 2, … in the order of submission.
+        """Queues a request and returns its id: 0, 1, 2, … in the order of submission. The prompt is copied.
 
         Raises ValueError with what is wrong with it, or why it could never fit; nothing is queued then. `what` is how
         the sentence names the prompt.
         """
-        check_request(request, self.config, what)
+        request = checked(request, self.config, what)
         self._check_fits(request, what)
         number, self._next_id = self._next_id, self._next_id + 1
         self._q.waiting[number] = request if request.stream is not None else replace(request, stream=number)
@@ -161,7 +162,7 @@ class Engine:
     def cancel(self, request: int) -> bool:
         """Ends a request that waits or runs; its pages are free at once. False if it has ended already.
 
-        Its last update, with finish_reason "cancelled", is this call's: `step` yields no more of it.
+        No update of it comes after this call, not even of tokens that it has emitted before.
         """
         if self._q.waiting.pop(request, None) is not None:
             self._may_admit = True
@@ -172,6 +173,7 @@ class Engine:
         mask = np.arange(self._state.status.shape[0]) == live.slot
         self._state = cancel(self._state, mask)
         self._leave(live)
+        self._updates = deque(update for update in self._updates if update.request != request)
         return True
 
     def step(self) -> list[Update]:
@@ -179,24 +181,34 @@ class Engine:
 
         Returns what has become known: the tokens of a step come back LAG steps later.
         """
-        updates = []
+        self._advance()
+        updates = list(self._updates)
+        self._updates.clear()
+        return updates
+
+    def run(self) -> Iterator[Update]:
+        """Steps until nothing waits or runs, and yields the updates as they come.
+
+        Whoever stops iterating loses nothing: what was not delivered comes with the next call of `run` or `step`.
+        """
+        while self.busy:
+            if not self._updates:
+                self._advance()
+            while self._updates:
+                yield self._updates.popleft()
+
+    def _advance(self) -> None:
         if self._q.waiting and self._free_slots and self._may_admit:
             while self._q.unread:
-                updates += self._read()
+                self._read()
             self._admit()
         self._prefill()
         running = [live for live in self._q.live.values() if live.runs]
         if running:
             self._decode(running)
         while len(self._q.unread) > (LAG if running else 0):
-            updates += self._read()
+            self._read()
         self.stats.compile_seconds = self._graphs.compile_seconds
-        return updates
-
-    def run(self) -> Iterator[Update]:
-        """Steps until nothing waits or runs, and yields the updates as they come."""
-        while self.busy:
-            yield from self.step()
 
     def _check_fits(self, request: Request, what: str) -> None:
         tokens = len(request.prompt) + request.max_new_tokens
@@ -233,11 +245,11 @@ class Engine:
             if need > free:
                 return
             free -= need
-            del self._q.waiting[number]
             self._enter(number, request, prompt, source, shared)
+            del self._q.waiting[number]
 
     def _enter(self, number: int, request: Request, prompt: np.ndarray, source: Live | None, shared: int) -> None:
-        slot = self._free_slots.pop(0)
+        slot = self._free_slots[0]
         entry = Entry(
             prompt_len=request.prefill_len,
             last_token=request.prompt[-1],
@@ -250,6 +262,7 @@ class Engine:
             shared=shared,
         )
         self._state = enter(self._state, np.int32(slot), entry.on_host())
+        self._free_slots.remove(slot)
         self._q.live[number] = Live(number, request, slot, prompt, shared)
         self.stats.shared_tokens += shared
 
@@ -286,12 +299,11 @@ class Engine:
             live.steps += self._graphs.steps
         self.stats.decode_steps += self._graphs.steps
 
-    def _read(self) -> list[Update]:
+    def _read(self) -> None:
         """What the oldest unread step emitted. Waits for it."""
         rows, on_device = self._q.unread.popleft()
         emitted = jax.device_get(on_device)
         self.stats.most_pages = max(self.stats.most_pages, int(emitted.pages))
-        updates = []
         for live, tokens, status in zip(rows, emitted.tokens.tolist(), emitted.status.tolist(), strict=False):
             if live.ended:
                 continue
@@ -302,8 +314,7 @@ class Engine:
             if reason is not None:
                 self._leave(live)
             if new or reason is not None:
-                updates.append(Update(live.id, new, reason))
-        return updates
+                self._updates.append(Update(live.id, new, reason))
 
     def _leave(self, live: Live) -> None:
         live.ended = True

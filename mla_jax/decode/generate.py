@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mla_jax.config import MLAConfig
 from mla_jax.decode.engine import Engine
-from mla_jax.decode.request import Request, check_request
+from mla_jax.decode.request import Request, checked
 from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
 from mla_jax.model.params import ModelParams
@@ -106,15 +106,18 @@ def generate(
     """
     if not prompts:
         raise InputError("generate needs at least one prompt, got none.")
+    names = [f"Prompt {i + 1} of {len(prompts)}" for i in range(len(prompts))]
     requests = [
-        Request(prompt, settings.max_new_tokens, settings.sampling, settings.stop_tokens, settings.seed, i)
-        for i, prompt in enumerate(prompts)
+        checked(
+            Request(prompt, settings.max_new_tokens, settings.sampling, settings.stop_tokens, settings.seed, i),
+            config,
+            name,
+        )
+        for i, (prompt, name) in enumerate(zip(prompts, names, strict=True))
     ]
-    for i, request in enumerate(requests):
-        check_request(request, config, f"Prompt {i + 1} of {len(prompts)}")
     engine = _engine(params, config, requests, settings)
-    for i, request in enumerate(requests):
-        engine.submit(request, f"Prompt {i + 1} of {len(prompts)}")
+    for request, name in zip(requests, names, strict=True):
+        engine.submit(request, name)
     tokens: list[list[int]] = [[] for _ in prompts]
     reasons = [""] * len(prompts)
     started = time.perf_counter()

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from mla_jax.errors import InputError
@@ -30,8 +31,13 @@ class Sampling:
     @classmethod
     def create(cls, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0) -> "Sampling":
         """Checks the values. Raises ValueError for temperature < 0, top_k < 0 or top_p outside (0, 1]."""
-        if not 0 <= temperature < float("inf"):
-            raise InputError(f"temperature must be a number of at least 0, got {temperature}.")
+        for name, number in (("temperature", temperature), ("top_p", top_p)):
+            if isinstance(number, bool) or not isinstance(number, int | float | np.floating | np.integer):
+                raise InputError(f"{name} must be a number, got {number!r}.")
+        if isinstance(top_k, bool) or not isinstance(top_k, int | np.integer):
+            raise InputError(f"top_k must be a whole number, got {top_k!r}.")
+        if not 0 <= temperature < 1e30:
+            raise InputError(f"temperature must be a number of at least 0 (and below 1e30), got {temperature}.")
         if not 0 <= top_k < 2**31:
             raise InputError(f"top_k must be from 0 (which keeps all tokens) to 2³¹ − 1, got {top_k}.")
         if not 0 < top_p <= 1:
@@ -80,7 +86,8 @@ def restrict(logits: Float[Array, "N vocab"], sampling: Sampling) -> Float[Array
     ranked = jnp.where(ranked >= kth, ranked, -jnp.inf)
     probabilities = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities  # probability of all better tokens
-    nucleus = before < _column(sampling.top_p, jnp.float32)
+    # With a top_p that float32 rounds to 0, the best token, which has nothing before it, still stays.
+    nucleus = (before < _column(sampling.top_p, jnp.float32)) | (before == 0)
     threshold = jnp.min(jnp.where(nucleus, ranked, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits >= jnp.maximum(threshold, kth), logits, -jnp.inf)
 

@@ -171,6 +171,47 @@ def test_requests_join_while_others_run_and_leave_when_done() -> None:
         assert len(seen[number].tokens) == request.max_new_tokens
 
 
+def test_whoever_stops_iterating_loses_nothing() -> None:
+    wanted = [Request(p, 6) for p in prompts((3, 5, 1))]
+    texts = []
+    for stops_often in (False, True):
+        engine = make()
+        got: dict[int, list[int]] = defaultdict(list)
+        ended = {}
+        for request in wanted:
+            engine.submit(request)
+        while engine.busy:
+            for update in engine.run():
+                got[update.request] += update.tokens
+                if update.finish_reason:
+                    ended[update.request] = update.finish_reason
+                if stops_often:
+                    break
+        texts.append((got, ended))
+    assert texts[0] == texts[1] and len(texts[0][1]) == 3
+
+
+def test_nothing_comes_after_a_cancel_inside_run() -> None:
+    engine = make()
+    first, second = (engine.submit(Request(p, 6)) for p in prompts((3, 5)))
+    after = [u for u in engine.run() if u.request == second or not engine.cancel(second)]
+    assert not after or all(u.request != second for u in after)
+    assert engine.pages_free == engine.pages_total and not engine.cancel(first)
+
+
+def test_a_prompt_is_copied() -> None:
+    texts = []
+    for spoil in (False, True):
+        prompt = np.arange(100) % 61
+        engine = make()
+        engine.submit(Request(prompt, 3))
+        engine.step()
+        if spoil:
+            prompt[:] = 0
+        texts.append([t for u in engine.run() for t in u.tokens])
+    assert texts[0] == texts[1]
+
+
 def test_several_steps_between_visits_give_the_same_texts() -> None:
     wanted = [
         Request(p, n, stop_tokens=(7, 9)) for p, n in zip(prompts((3, 64, 100, 9, 1)), (1, 30, 9, 17, 8), strict=True)
@@ -302,12 +343,26 @@ def drain_one(engine: Engine, request: Request) -> list[int]:
         ({"num_pages": 3}, Request([1] * 100, 100), "may need 4 pages of 64 tokens, but the pool has 2"),
         ({}, Request([1], 5, stop_tokens=tuple(range(9))), "9 stop tokens; the engine's max_stop_tokens is 8"),
         ({}, Request([1], 5, Sampling(-1.0)), "temperature"),
-        ({"num_slots": 0}, None, "num_slots must be at least 1"),
+        ({}, Request([1], 5, Sampling(jnp.ones(1))), "Sampling of three numbers"),
+        ({}, Request([1], 5, None), "Sampling of three numbers"),
+        ({}, Request([1], 5, Sampling("1")), "temperature must be a number"),
+        ({}, Request([1], True), "max_new_tokens"),
+        ({}, Request([1], 5, stream=2**32), "stream must be a whole number from 0"),
+        ({}, Request([1], 5, stream="x"), "stream must be"),
+        ({}, Request([1], 5, seed=None), "seed must be"),
+        ({}, Request([1], 5, stop_tokens=5), "stop_tokens is int"),
+        ({}, Request([1], 5, stop_tokens=(1.5,)), "stop_tokens holds 1.5; token ids are whole"),
+        ({}, Request([1.7], 5), "holds 1.7; token ids are whole"),
+        ({}, Request(["a"], 5), "holds 'a'; token ids are whole"),
+        ({}, Request(np.ones((2, 2), int), 5), "token ids are whole"),
+        ({}, Request(3, 5), "pass a sequence of token ids"),
+        ({}, [1, 2], "must be a Request, got list"),
+        ({"num_slots": 0}, None, "num_slots must be an integer of at least 1"),
         ({"num_pages": 1}, None, "num_pages must be at least 2"),
         ({"buckets": (1, 2)}, None, "largest is num_slots = 4"),
         ({"max_seq_len": 9999}, None, "max_seq_len must be from 1 to the model's 4096"),
-        ({"prefill_chunk": 0}, None, "prefill_chunk must be at least 1"),
-        ({"steps_per_visit": 0}, None, "steps_per_visit must be at least 1"),
+        ({"prefill_chunk": 0}, None, "prefill_chunk must be an integer of at least 1"),
+        ({"steps_per_visit": 0}, None, "steps_per_visit must be an integer of at least 1"),
         ({"kv_format": "int4"}, None, "'int4' is not known"),
     ],
 )

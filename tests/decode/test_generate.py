@@ -117,7 +117,7 @@ def test_tokens_arrive_in_order_through_the_callback() -> None:
         (["text"], {}, "Prompt 1 of 1 is text"),
         ([[1]], {"seed": 2**32}, "seed must be"),
         ([[1]], {"num_pages": 1}, "num_pages must be at least 2"),
-        ([[1]], {"stop_tokens": (61,)}, "stop_tokens holds 61"),
+        ([[1]], {"stop_tokens": (61,)}, "stop_tokens holds token 61"),
         ([[1]], {"max_new_tokens": 4096}, "4096 positions"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1"),
         ([[1] * 200], {"num_pages": 3}, "may need 4 pages of 64 tokens, but the pool has 2"),

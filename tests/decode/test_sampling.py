@@ -42,6 +42,11 @@ def test_frequencies_follow_the_tempered_distribution(temperature: float) -> Non
     assert chi2 < 23.5  # χ², 4 degrees of freedom, p = 1e-4
 
 
+def test_a_top_p_that_rounds_to_0_keeps_the_best_token() -> None:
+    logits = jnp.asarray([[0.0, 3.0, 1.0]])
+    assert np.isfinite(restrict(logits, Sampling.create(1.0, 0, 1e-46))).tolist() == [[False, True, False]]
+
+
 def test_each_row_has_its_own_numbers() -> None:
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (4, 17)).astype(np.float32))
     rows = [(0.0, 0, 1.0), (0.7, 3, 1.0), (1e-30, 0, 0.5), (2.0, 0, 0.6)]
