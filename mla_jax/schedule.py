@@ -16,6 +16,7 @@ requests.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,8 +86,9 @@ def num_sm_parts(num_sms: int, seq_len_q: int, num_heads_q: int, num_heads_kv: i
     """
     sizes = {"num_sms": num_sms, "seq_len_q": seq_len_q, "num_heads_q": num_heads_q, "num_heads_kv": num_heads_kv}
     for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{name} must be at least 1, got {size}.")
+        _check_number(name, size)
+    if num_heads_q % num_heads_kv:
+        raise InputError(f"num_heads_q must be a multiple of num_heads_kv, got {num_heads_q} and {num_heads_kv}.")
     rows = seq_len_q * num_heads_q // num_heads_kv
     return max(num_sms // num_heads_kv // -(-rows // ROWS_PER_CTA), 1)
 
@@ -115,11 +117,15 @@ def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int, *, order: str 
         raise InputError(f"kv_lens must be a JAX or NumPy array of int32, got {type(kv_lens).__name__}.")
     if kv_lens.ndim != 1 or kv_lens.shape[0] == 0 or kv_lens.dtype != jnp.int32:
         raise InputError(f"kv_lens must be int32 [B] with B at least 1, got {kv_lens.dtype.name} {kv_lens.shape}.")
-    if num_sm_parts < 1:
-        raise InputError(f"num_sm_parts must be at least 1, got {num_sm_parts}.")
+    _check_number("num_sm_parts", num_sm_parts)
     if order not in ORDERS:
         raise InputError(f"order {order!r} is not known; choose from {', '.join(ORDERS)}.")
     return _schedule(kv_lens, num_sm_parts, order)
+
+
+def _check_number(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
+        raise InputError(f"{name} must be a whole number of at least 1, got {number!r}.")
 
 
 @jax.jit(static_argnums=(1, 2))

@@ -139,11 +139,15 @@ def test_wrong_calls_say_what_came():
         tile_schedule(jnp.zeros(3), 4)
     with pytest.raises(ValueError, match=r"must be int32 .*, got int32 \(2, 3\)"):
         tile_schedule(jnp.zeros((2, 3), jnp.int32), 4)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_sm_parts must be a whole number of at least 1, got 0"):
         tile_schedule(jnp.zeros(3, jnp.int32), 0)
     with pytest.raises(ValueError, match="array of int32, got list"):
         tile_schedule([1, 2], 4)
-    with pytest.raises(ValueError, match="num_heads_q must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_heads_q must be a whole number of at least 1, got 0"):
         num_sm_parts(132, 1, 0)
+    with pytest.raises(ValueError, match=r"num_sm_parts must be a whole number of at least 1, got 2\.5"):
+        tile_schedule(jnp.zeros(3, jnp.int32), 2.5)
+    with pytest.raises(ValueError, match="multiple of num_heads_kv, got 1 and 2"):
+        num_sm_parts(132, 1, 1, 2)
     with pytest.raises(ValueError, match="order '2024' is not known; choose from 2026-01, 2025-09, 2025-02"):
         tile_schedule(jnp.zeros(3, jnp.int32), 4, order="2024")

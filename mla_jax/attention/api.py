@@ -281,6 +281,9 @@ def _check_options(causal: Any, **scales: Any) -> None:
         if scale is not None and not (number and np.ndim(scale) == 0):
             found = f"shape {scale.shape}" if number else f"{type(scale).__name__} {scale!r}"
             raise InputError(f"{name} must be one real number, or an array of shape (), got {found}.")
+    kv_scale = scales.get("kv_scale")
+    if isinstance(kv_scale, int | float | np.number) and not 0 < kv_scale < float("inf"):
+        raise InputError(f"kv_scale must be a positive number, got {kv_scale}.")
 
 
 def _check_tree_mask(tree_mask: Any, q: jax.Array) -> None:

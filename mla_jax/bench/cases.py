@@ -1,12 +1,14 @@
 """What is timed: named shapes, with the lengths that FlashMLA's own benchmark draws."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mla_jax.attention.api import implementation_for
 from mla_jax.cache.codec import quantize_kv
 from mla_jax.cache.formats import PAGE_SIZE, kv_format
 from mla_jax.errors import InputError
@@ -57,6 +59,8 @@ class Case:
         heads, tokens = int(found["h"]), int(found["s"])
         if heads < 1 or tokens < 1:
             raise InputError(f"{name!r} has no heads or no tokens.")
+        if int(found["b"] or 1) * int(found["k"] or 1) > 2**21 or heads * tokens > 2**20:
+            raise InputError(f"{name!r} is larger than any GPU: at most 2³¹ cached tokens and 2²⁰ query rows.")
         lens: tuple[int, ...] = IMBALANCED
         if found["b"] is not None:
             mean = int(found["k"]) * 1024 if found["k"] != "131" else 2**17
@@ -65,6 +69,13 @@ class Case:
                 drawn = np.maximum(np.random.default_rng(0).normal(mean, mean / 2, int(found["b"])), tokens)
             lens = tuple(int(n) for n in drawn)
         return cls(name, kv_format(found["format"]).name, heads, tokens, lens)
+
+    def implementation(self, wanted: str | Sequence[str] | None) -> str:
+        """The implementation of `mla_decode` that its calls take. Raises NotImplementedError if none can run."""
+        row = kv_format(self.format)
+        query = jax.ShapeDtypeStruct((len(self.lens), self.tokens, self.heads, DIM), self.query_dtype)
+        cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, row.row_width(DIM)), row.dtype)
+        return implementation_for(wanted, query, cache)
 
     @property
     def flops(self) -> float:

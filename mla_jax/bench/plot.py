@@ -6,15 +6,22 @@ from typing import Any
 from mla_jax.errors import InputError
 
 
+def check_can_draw() -> None:
+    """Raises ValueError in one sentence without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
+
+
 def draw(report: dict[str, Any], file: str | Path) -> None:
     """A bar per case: per cent of what the machine could do, ours and, where it was timed, FlashMLA's.
 
     Needs matplotlib (`pip install mla-jax[plot]`). Raises ValueError if it is missing, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
+    check_can_draw()
+    from matplotlib.figure import Figure
+
     rows = [row for row in report["rows"] if "us" in row][::-1]
     figure = Figure(figsize=(8, 1.4 + 0.42 * max(len(rows), 1)), layout="constrained", facecolor="white")
     axes = figure.add_subplot()

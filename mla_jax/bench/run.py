@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mla_jax.attention.api import implementation_for, mla_decode, step_schedule
+from mla_jax.attention.api import mla_decode, step_schedule
 from mla_jax.bench.cases import DIM, LATENT, Arrays, Case, make_arrays
 from mla_jax.bench.limits import Limits
 from mla_jax.bench.timing import Program, measure
@@ -50,7 +50,7 @@ def run_case(
 
 def _program(case: Case, arrays: Arrays, implementation: str | Sequence[str] | None) -> tuple[str, Program]:
     q, cache = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.queries[0], arrays.cache))
-    chosen = implementation_for(implementation, q, cache)
+    chosen = case.implementation(implementation)
     schedule = step_schedule(chosen, q, cache, arrays.kv_lens)
 
     def calls(queries: list[jax.Array], cache: Any, table: Any, lens: Any, schedule: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.cache import formats
@@ -63,6 +64,8 @@ class PagedKVCache:
                 f"scales must be [{num_layers}], one per layer, and only for a format that has them; got "
                 f"{scales.shape} for {chosen.name}."
             )
+        if scales is not None and not isinstance(scales, jax.core.Tracer) and not np.all(np.asarray(scales) > 0):
+            raise InputError(f"scales must be positive numbers, got {np.asarray(scales).tolist()}.")
         shape = (num_pages, page_size, chosen.row_width(latent_dim))
         return cls(tuple(jnp.zeros(shape, chosen.dtype) for _ in range(num_layers)), chosen, scales)
 

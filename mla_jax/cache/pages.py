@@ -212,6 +212,8 @@ def check_size(what: str, size: Any, at_least: int = 1) -> None:
 
 def as_index(what: str, value: Any) -> Int[Array, ""]:
     """The value as an int32 scalar. Raises ValueError unless it is one whole number."""
+    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise InputError(f"{what} must be an int32, got {value}.")
     value = jnp.asarray(value)
     if value.shape or not jnp.issubdtype(value.dtype, jnp.integer):
         raise InputError(f"{what} must be one whole number, got {value.dtype.name} {value.shape}.")

@@ -13,9 +13,9 @@ import jax
 
 from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case
 from mla_jax.bench.limits import Limits, measure_limits
-from mla_jax.bench.plot import draw
+from mla_jax.bench.plot import check_can_draw, draw
 from mla_jax.bench.run import peer_cannot_run, run_case
-from mla_jax.cli.common import progress_bar
+from mla_jax.cli.common import check_can_write, physical_memory, progress_bar
 from mla_jax.errors import InputError
 
 PACKAGES = ("mla-jax", "jax", "jaxlib", "torch", "sgl-flash-mla")
@@ -40,11 +40,18 @@ def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     if args.rounds < 1:
         raise InputError(f"--rounds must be at least 1, got {args.rounds}.")
+    for file in (args.output, args.plot):
+        if file is not None:
+            check_can_write(file)
+    if args.plot is not None:
+        check_can_draw()
     names = args.cases or (CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES)
     cases = [Case.parse(name) for name in names]
     reason = None if args.against is None else peer_cannot_run()
     if reason is not None:
         raise NotImplementedError(f"--against {args.against} cannot run: {reason.rstrip('.')}.")
+    for case in cases:
+        _check_case(case, args.implementation, alone=len(cases) == 1)
     limits = measure_limits(cases[0].query_dtype)
     rows = []
     for case in progress_bar(cases, unit="case"):
@@ -59,13 +66,21 @@ def run(args: argparse.Namespace) -> None:
         rows.append(row)
     report = _report(rows, limits)
     if args.output is not None:
-        try:
-            Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as e:
-            raise InputError(f"{args.output} cannot be written ({e.strerror}).") from None
+        Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
         draw(report, args.plot)
     print(json.dumps(report) if args.json else _text(report))
+
+
+def _check_case(case: Case, implementation: str | None, *, alone: bool) -> None:
+    """Raises what `run_case` would, before the machine's limits are measured."""
+    if jax.default_backend() == "cpu" and case.read_bytes > physical_memory() / 4:
+        raise InputError(f"{case.name} takes {case.read_bytes / 2**30:.0f} GiB of cache, too much for this machine.")
+    try:
+        case.implementation(implementation)
+    except NotImplementedError:
+        if alone:
+            raise
 
 
 def _report(rows: list[dict[str, Any]], limits: Limits) -> dict[str, Any]:

@@ -135,6 +135,17 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * 1024 ** (" kmgt".index(match[2]) if match[2] else 0))
 
 
+def check_can_write(file: str) -> None:
+    """Raises ValueError if a file of this name cannot be made: before the work whose result it is to hold."""
+    path = Path(file)
+    try:
+        fine = path.parent.is_dir() and os.access(path.parent, os.W_OK) and not path.is_dir()
+    except ValueError:  # a null byte
+        fine = False
+    if not fine:
+        raise InputError(f"{file!r} cannot be written; name a file in a folder that exists and is yours.")
+
+
 def physical_memory() -> int:
     """Bytes of this machine's main memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

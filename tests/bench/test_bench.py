@@ -105,6 +105,9 @@ def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
     [
         (["--rounds", "0", SMALL], "--rounds"),
         (["what"], "no case"),
+        (["bf16_b1_h64_s1_99999999k"], "larger than any GPU"),
+        (["bf16_b128_h64_s1_16000k"], "too much for this machine"),
+        ([SMALL, "--implementation", "zz"], "'zz' is not known"),
         ([SMALL, "--rounds", "1", "--output", "/no/x"], "/no/x"),
     ],
 )

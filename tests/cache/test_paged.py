@@ -320,3 +320,9 @@ def test_bad_calls_are_one_sentence():
         with pytest.raises(ValueError, match=named) as error:
             call()
         assert_one_sentence(str(error.value))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_scales_that_are_not_positive_are_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="scales must be positive"):
+        PagedKVCache.create(2, 3, 576, "fp8_e4m3", scales=np.array([1.0, scale], np.float32))
