@@ -156,9 +156,7 @@ def test_peers_that_are_missing_are_skipped(few: None, capsys: pytest.CaptureFix
     peers = importlib.import_module("flash_mla_jax.peers")
     find = peers.importlib.util.find_spec
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(SystemExit, match="1"):  # nothing was checked
-        main(["check", "--against", "torch", "--json"])
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    report = run_json(capsys, "--against", "torch", code=1)  # nothing was checked
     assert not report["ok"]
     assert {(r["status"], r["reason"]) for r in report["rows"]} == {("skip", "PyTorch is not installed.")}
 
