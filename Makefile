@@ -21,7 +21,7 @@ demo: $(VENV)/.runtime ## Watch a small MLA model write text
 	@$(PYTHON) -m mla_jax generate --max-new-tokens 320 --temperature 0.6 --seed 3 $$'**HAMLET**  \nWhat is a king'
 
 test: $(VENV)/.test ## Run the tests; ARGS="-k name" goes to pytest
-	$(PYTHON) -m pytest -n 2 $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-full: $(VENV)/.test ## Run the long versions too: soak, statistics, large memory
 	$(PYTHON) -m pytest -n 2 --full --timeout 3600 $(ARGS)

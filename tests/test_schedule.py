@@ -75,7 +75,7 @@ def test_equals_cuda_scheduler(kind, step):
 @pytest.mark.parametrize("batch", [1, 5, 128, 4096])
 def test_equals_plain_walk(batch):
     rng = np.random.default_rng(batch)
-    for parts in (1, 7, 66, 132):
+    for parts in (1, 132) if batch == 4096 else (1, 7, 66, 132):
         for longest in (0, 64, 100_000) if batch == 4096 else (0, 1, 64, 300, 1000, 5000, 20_000, 100_000) * 11:
             lens = rng.integers(0, longest + 1, batch).astype(np.int32)
             rows, num_splits = walk(lens, parts, empty_blocks=1)

@@ -39,7 +39,7 @@ def test_greedy_text_is_that_of_whole_forward_passes(plain: Generation) -> None:
 
 
 def test_a_request_is_the_same_alone_and_among_others(plain: Generation) -> None:
-    for index in (0, 3, 7):
+    for index in (0, 7):
         assert tokens(run([prompts(LENGTHS)[index]])) == [plain.sequences[index].tokens]
 
 

@@ -130,9 +130,8 @@ def pair_probabilities(prompt: tuple[int, ...]) -> np.ndarray:
     return first[:, None] * np.asarray(probabilities(logits[:, -1], COOL), np.float64)
 
 
-@pytest.mark.parametrize(
-    "forgets", [False, pytest.param(True, marks=pytest.mark.full)], ids=["right", "draft temperature forgotten"]
-)
+@pytest.mark.full  # its parts are tested by default, in test_distribution
+@pytest.mark.parametrize("forgets", [False, True], ids=["right", "draft temperature forgotten"])
 def test_the_step_samples_the_models_distribution(forgets, monkeypatch):
     """χ² of the first two tokens, which come from one step or two. More draws test the samplers alone, elsewhere."""
     step = partial(speculative_step, config=TINY, speculation=CHAIN)
