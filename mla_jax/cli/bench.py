@@ -5,7 +5,6 @@ import dataclasses
 import datetime
 import json
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case
 from mla_jax.bench.limits import Limits, measure_limits
 from mla_jax.bench.plot import check_can_draw, draw
 from mla_jax.bench.run import peer_cannot_run, run_case
-from mla_jax.cli.common import check_can_write, physical_memory, progress_bar
+from mla_jax.cli.common import check_can_write, installed_versions, physical_memory, progress_bar
 from mla_jax.errors import InputError
 
 PACKAGES = ("mla-jax", "jax", "jaxlib", "torch", "sgl-flash-mla")
@@ -88,17 +87,10 @@ def _report(rows: list[dict[str, Any]], limits: Limits) -> dict[str, Any]:
         "rows": rows,
         "limits": dataclasses.asdict(limits),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": installed_versions(PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m mla_jax", *sys.argv[1:]]),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _text(report: dict[str, Any]) -> str:

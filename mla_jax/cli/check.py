@@ -5,7 +5,6 @@ import collections
 import json
 import sys
 import time
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import jax
 from mla_jax.check.compare import NAMES, Row, compare
 from mla_jax.check.layers import compare_layers
 from mla_jax.check.problems import problems
-from mla_jax.cli.common import progress_bar
+from mla_jax.cli.common import installed_versions, progress_bar
 from mla_jax.errors import InputError
 
 PACKAGES = ("mla-jax", "jax", "torch", "transformers", "sgl-flash-mla")
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         "ok": ok,
         **{status: counts[status] for status in ("pass", "fail", "skip")},
         "device": jax.devices()[0].device_kind,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": installed_versions(PACKAGES),
         "quick": args.quick,
         "seconds": seconds,
     }
@@ -106,10 +105,3 @@ def _print_summary(rows: list[Row], counts: collections.Counter[str], seconds: f
     skipped = collections.Counter((r.implementation, r.reason) for r in rows if r.status == "skip")
     for (name, reason), count in skipped.items():
         print(f"  {name}: {count} skipped: {reason}")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

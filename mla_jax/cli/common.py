@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,17 @@ def check_can_write(file: str) -> None:
         fine = False
     if not fine:
         raise InputError(f"{file!r} cannot be written; name a file in a folder that exists and is yours.")
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of distributions by name; None where one is not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 def physical_memory() -> int:

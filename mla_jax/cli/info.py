@@ -3,14 +3,13 @@
 import argparse
 import json
 import platform
-from importlib import metadata
 from typing import Any
 
 import jax
 
 from mla_jax.attention.api import IMPLEMENTATIONS
 from mla_jax.cache.formats import FORMATS
-from mla_jax.cli.common import table
+from mla_jax.cli.common import installed_versions, table
 
 PACKAGES = (
     "mla-jax",
@@ -36,7 +35,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     reasons = {name: i.cannot_run() for name, i in IMPLEMENTATIONS.items()}
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = installed_versions(PACKAGES)
     report = {
         "python": platform.python_version(),
         "packages": packages,
@@ -56,10 +55,3 @@ def run(args: argparse.Namespace) -> None:
         + table({name: "runs here" if reason is None else f"cannot run: {reason}" for name, reason in reasons.items()})
     )
     print("\nCache formats\n  " + ", ".join(FORMATS))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
