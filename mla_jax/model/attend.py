@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.attention.api import implementation_for, mla_decode
+from mla_jax.attention.api import implementation_for, mla_decode, step_schedule
 from mla_jax.attention.merge import merge_states
 from mla_jax.attention.tree import add_nodes
 from mla_jax.cache.formats import PAGE_SIZE, kv_format
@@ -19,6 +19,7 @@ from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
 from mla_jax.model.mla import absorb_query, expand_output, plain_attention
 from mla_jax.model.params import AttentionParams
+from mla_jax.schedule import TileSchedule
 
 Query = tuple[Float[Array, "B S H K"], Float[Array, "B S H R"]]
 Latents = Float[Array, "B S D"]
@@ -179,3 +180,17 @@ def attention_implementation(
     chosen = kv_format(kv_format_name)
     cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, chosen.row_width(config.latent_dim)), chosen.dtype)
     return implementation_for(wanted, query, cache)
+
+
+def schedule_for_layers(
+    config: MLAConfig,
+    tokens: Int[Array, "B S"],
+    dtype: Any,
+    cache: PagedKVCache,
+    kv_lens: Int[Array, "B"],
+    implementation: str | Sequence[str] | None,
+) -> TileSchedule | None:
+    """What all layers of a step share, if the implementation divides its work; dtype is that of the queries."""
+    query = jax.ShapeDtypeStruct((*tokens.shape, config.num_heads, config.latent_dim), dtype)
+    layer = jax.ShapeDtypeStruct(cache.layers[0].shape, cache.layers[0].dtype)
+    return step_schedule(implementation, query, layer, kv_lens)

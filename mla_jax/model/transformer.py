@@ -3,14 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from mla_jax.attention.api import step_schedule
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
-from mla_jax.model.attend import Attend, attend_decode, attend_prefill, attend_self
+from mla_jax.model.attend import Attend, attend_decode, attend_prefill, attend_self, schedule_for_layers
 from mla_jax.model.layers import linear, mlp, rms_norm
 from mla_jax.model.mla import project_latent, project_query
 from mla_jax.model.moe import moe
@@ -74,9 +72,7 @@ def decode(
     """
     positions = new_positions(kv_lens, tokens.shape[1])
     if schedule is None:
-        query = jax.ShapeDtypeStruct((*tokens.shape, config.num_heads, config.latent_dim), params.embed.dtype)
-        layer = jax.ShapeDtypeStruct(cache.layers[0].shape, cache.layers[0].dtype)
-        schedule = step_schedule(implementation, query, layer, kv_lens)
+        schedule = schedule_for_layers(config, tokens, params.embed.dtype, cache, kv_lens, implementation)
     attend = attend_decode(
         config, block_table, kv_lens, positions, positions >= 0, implementation=implementation, schedule=schedule
     )

@@ -2,15 +2,13 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from mla_jax.attention.api import step_schedule
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.cache.pages import PagePool
 from mla_jax.config import MLAConfig
-from mla_jax.model.attend import attend_decode
+from mla_jax.model.attend import attend_decode, schedule_for_layers
 from mla_jax.model.params import ModelParams
 from mla_jax.model.transformer import decode_stack
 from mla_jax.speculative.accept import Accepted
@@ -44,8 +42,6 @@ def verify(
     """
     num_nodes = draft.tokens.shape[1]
     nodes = jnp.arange(num_nodes, dtype=jnp.int32)[None]
-    query = jax.ShapeDtypeStruct((*draft.tokens.shape, config.num_heads, config.latent_dim), params.embed.dtype)
-    layer = jax.ShapeDtypeStruct(cache.layers[0].shape, cache.layers[0].dtype)
     attend = attend_decode(
         config,
         block_table,
@@ -53,7 +49,9 @@ def verify(
         kv_lens[:, None] + nodes,
         nodes < room[:, None],
         tree_mask=None if speculation.is_chain else ancestors(draft, speculation.steps),
-        schedule=step_schedule(implementation, query, layer, kv_lens + num_nodes),
+        schedule=schedule_for_layers(
+            config, draft.tokens, params.embed.dtype, cache, kv_lens + num_nodes, implementation
+        ),
         implementation=implementation,
     )
     return decode_stack(params, config, draft.tokens, kv_lens[:, None] + draft.depths, cache, attend)
