@@ -162,17 +162,24 @@ def explain(kv_lens: Sequence[int] | np.ndarray | jax.Array, num_parts: int) -> 
     return Explanation(tuple(lens), num_parts, tuple(pieces))
 
 
+def check_can_draw() -> None:
+    """Raises ValueError in one sentence without matplotlib."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError:
+        raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
+
+
 def plot(explanation: Explanation, file: str | Path) -> None:
     """Draws the schedule as a picture: a row per part, a coloured bar per piece.
 
     Needs matplotlib (`pip install mla-jax[plot]`). Raises ValueError if it is missing or the file cannot be
     written.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ModuleNotFoundError:
-        raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
+    check_can_draw()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
     figure = Figure(figsize=(9, max(2.0, min(24.0, 0.9 + 0.17 * explanation.num_parts))), layout="constrained")
     axes = figure.add_subplot()
     start = [0] * explanation.num_parts

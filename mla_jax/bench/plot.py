@@ -4,14 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.errors import InputError
-
-
-def check_can_draw() -> None:
-    """Raises ValueError in one sentence without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError:
-        raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
+from mla_jax.explain import check_can_draw
 
 
 def draw(report: dict[str, Any], file: str | Path) -> None:

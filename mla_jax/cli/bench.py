@@ -12,10 +12,11 @@ import jax
 
 from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case
 from mla_jax.bench.limits import Limits, measure_limits
-from mla_jax.bench.plot import check_can_draw, draw
+from mla_jax.bench.plot import draw
 from mla_jax.bench.run import peer_cannot_run, run_case
 from mla_jax.cli.common import check_can_write, installed_versions, physical_memory, progress_bar
 from mla_jax.errors import InputError
+from mla_jax.explain import check_can_draw
 
 PACKAGES = ("mla-jax", "jax", "jaxlib", "torch", "sgl-flash-mla")
 
@@ -39,9 +40,9 @@ def run(args: argparse.Namespace) -> None:
     """Runs the command."""
     if args.rounds < 1:
         raise InputError(f"--rounds must be at least 1, got {args.rounds}.")
-    for file in (args.output, args.plot):
+    for option, file in (("--output", args.output), ("--plot", args.plot)):
         if file is not None:
-            check_can_write(file)
+            check_can_write(file, option)
     if args.plot is not None:
         check_can_draw()
     names = args.cases or (CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES)

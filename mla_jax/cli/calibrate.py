@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mla_jax.cli.common import add_checkpoint_options, load_model, progress_bar, table
+from mla_jax.cli.common import add_checkpoint_options, check_can_write, load_model, progress_bar, table
 from mla_jax.decode.calibrate import calibrate
 from mla_jax.demo import CHECKPOINT
 from mla_jax.errors import InputError
@@ -45,8 +44,7 @@ def run(args: argparse.Namespace) -> None:
     output = (CHECKPOINT if args.model is None else Path(args.model)) / SCALES_FILE
     output = output if args.output is None else Path(args.output)
     model = load_model(args, kv_scales=False)  # damaged ones are replaced
-    if not output.parent.is_dir() or output.is_dir() or not os.access(output.parent, os.W_OK):  # before the long part
-        raise InputError(f"{output} cannot be written; name a file in a folder that can with --output.")
+    check_can_write(output, "--output")  # before the long part
     started = time.perf_counter()
     found = calibrate(
         model.params,

@@ -136,7 +136,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * 1024 ** (" kmgt".index(match[2]) if match[2] else 0))
 
 
-def check_can_write(file: str) -> None:
+def check_can_write(file: str | Path, option: str) -> None:
     """Raises ValueError if a file of this name cannot be made: before the work whose result it is to hold."""
     path = Path(file)
     try:
@@ -144,7 +144,7 @@ def check_can_write(file: str) -> None:
     except ValueError:  # a null byte
         fine = False
     if not fine:
-        raise InputError(f"{file!r} cannot be written; name a file in a folder that exists and is yours.")
+        raise InputError(f"{file} cannot be written; name a file in a folder that can with {option}.")
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:

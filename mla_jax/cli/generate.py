@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from mla_jax.cache.formats import PAGE_SIZE, kv_format
+from mla_jax.cache.formats import kv_format
 from mla_jax.cli.common import (
     Model,
     add_model_options,
@@ -27,6 +27,7 @@ from mla_jax.config import MLAConfig
 from mla_jax.decode.generate import Generation, OnTokens, Settings, generate
 from mla_jax.decode.sampling import Sampling
 from mla_jax.errors import InputError
+from mla_jax.model.cache import page_bytes
 from mla_jax.tokenizer import ByteTokenizer
 
 DEFAULT_PROMPT = "ROMEO: "
@@ -130,22 +131,21 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 def _num_pages(args: argparse.Namespace, config: MLAConfig) -> int | None:
     """Of the pool, with the reserved page; None leaves it to `generate`."""
-    num_layers = config.num_layers if args.mtp_steps is None else config.num_cache_layers
-    page_bytes = PAGE_SIZE * num_layers * kv_format(args.kv_format).bytes_per_token(config.latent_dim)
+    per_page = page_bytes(config, args.kv_format, mtp=args.mtp_steps is not None)
     if args.pages is not None:
         num_pages = args.pages + 1
     elif args.cache_bytes is not None:
-        num_pages = parse_bytes(args.cache_bytes) // page_bytes
+        num_pages = parse_bytes(args.cache_bytes) // per_page
     else:
         return None
-    if jax.default_backend() == "cpu" and num_pages * page_bytes > physical_memory():
+    if jax.default_backend() == "cpu" and num_pages * per_page > physical_memory():
         raise InputError(
-            f"A pool of {num_pages - 1} pages takes {num_pages * page_bytes} bytes, more than this machine's memory of "
+            f"A pool of {num_pages - 1} pages takes {num_pages * per_page} bytes, more than this machine's memory of "
             f"{physical_memory()}."
         )
     if num_pages < 2:
         raise InputError(
-            f"--cache-bytes {args.cache_bytes} holds no page beside the reserved one; two take {2 * page_bytes} bytes."
+            f"--cache-bytes {args.cache_bytes} holds no page beside the reserved one; two take {2 * per_page} bytes."
         )
     return num_pages
 
