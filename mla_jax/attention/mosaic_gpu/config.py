@@ -101,6 +101,7 @@ class Problem:
     dtype: jnp.dtype
     causal: bool
     tree: bool
+    query_parts: int = 1  # arrays that queries are the sum of
 
     @property
     def row_blocks(self) -> int:

@@ -112,7 +112,7 @@ def decode_with(
         schedule.metadata,
         schedule.num_splits,
         scale,
-        _tree_words(tree_mask, problem),
+        tree_words(tree_mask, problem),
     )
     out, lse = run_kernel(problem, config, inputs, schedule, interpret=interpret)
     out = out[:, : tokens * heads].reshape(batch, tokens, heads, LATENT)
@@ -120,7 +120,7 @@ def decode_with(
     return out, lse.swapaxes(1, 2)
 
 
-def _tree_words(tree_mask: Array | None, problem: Problem) -> Array:
+def tree_words(tree_mask: Array | None, problem: Problem) -> Array:
     """[B, row_blocks * 64] int32: bit i of a row says whether it sees the i-th of the last S keys."""
     if tree_mask is None:
         return jnp.zeros((1, 1), jnp.int32)

@@ -68,13 +68,13 @@ def score(cta: Cta) -> None:
 
         _, products = _products(cta, queries, turn, lambda: None)
         last = segment.end - 1
-        mask_from = lax.max(lax.min(_first_masked_block(cta, segment.length), last), segment.first)
+        mask_from = lax.max(lax.min(first_masked_block(cta, segment.length), last), segment.first)
         carry = (Softmax.empty(), products, turn)
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, turn = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
         softmax = _publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True)
         _free_held_back(cta, turn)
-        _store_lse(cta, segment, softmax)
+        store_lse(cta, segment, softmax)
         return turn.after(config)
 
     cta.for_each_request(request, Turn.start())
@@ -163,8 +163,8 @@ def _publish(
     last: bool = False,
 ) -> Softmax:
     """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
-    visible = _visible(cta, segment, block) if masked else None
-    softmax, decay, probabilities = _advance(softmax, products, scale, visible)
+    visible = visible_keys(cta, segment, block) if masked else None
+    softmax, decay, probabilities = advance(softmax, products, scale, visible)
     warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
     cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
     cta.decay(turn.left)[...] = decay
@@ -177,14 +177,18 @@ def _publish(
     return softmax
 
 
-def _advance(
+def advance(
     softmax: Softmax, products: jax.Array, scale: jax.Array, visible: jax.Array | None
 ) -> tuple[Softmax, jax.Array, jax.Array]:
-    """One step of the online softmax: its new state, the decay of what came before, the probabilities."""
+    """One step of the online softmax: its new state, the decay of what came before, the probabilities.
+
+    `scale` of the logits is one number or one for each row.
+    """
+    logits = products * lax.broadcast_in_dim(scale, products.shape, range(scale.ndim))
     if visible is None:
-        logits, highest = products * scale, products.max(axis=1) * scale  # scale >= 0: fewer multiplications
+        highest = products.max(axis=1) * scale  # scale >= 0: fewer multiplications
     else:
-        logits = jnp.where(visible, products * scale, HIDDEN)
+        logits = jnp.where(visible, logits, HIDDEN)
         highest = logits.max(axis=1)
     top = jnp.where(highest > softmax.top + SLACK, highest, softmax.top)
     decay = jnp.exp2(softmax.top - top)
@@ -195,7 +199,7 @@ def _advance(
     return Softmax(top, totals), decay, probabilities
 
 
-def _first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
+def first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
     """The first block with a key that some row must not see."""
     seen_by_all = length - (cta.problem.tokens if cta.problem.tree else cta.problem.tokens - 1)
     if not (cta.problem.causal or cta.problem.tree):
@@ -203,7 +207,7 @@ def _first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
     return lax.div(lax.max(seen_by_all, jnp.int32(0)), jnp.int32(PAGE))
 
 
-def _visible(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
+def visible_keys(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
     """Which keys of a block each row sees: [64, 64]."""
     problem = cta.problem
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 1, layout=MATRIX) + block * PAGE
@@ -238,7 +242,7 @@ def nonzero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1.0, total)
 
 
-def _store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
+def store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
     """Natural-log lse of a whole request; base 2, beside the counter, of a piece."""
     r = segment.request
     total = softmax.totals.sum(axis=1)

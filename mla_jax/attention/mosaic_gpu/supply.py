@@ -17,7 +17,7 @@ from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side
 
-QUERIES = -1  # in place of a block: the queries of a request, which come before its first block
+# Items before a request's first block are its queries: number -1, and -2, ... where they have several parts.
 
 
 class Upcoming(NamedTuple):
@@ -32,16 +32,16 @@ class Upcoming(NamedTuple):
     def start(cls, cta: Cta) -> "Upcoming":
         """The queries of the first request."""
         request = cta.begin_req
-        return cls(request, jnp.int32(QUERIES), cta.segment(cta.existing(request)).end, jnp.int32(0))
+        return cls(request, jnp.int32(-cta.problem.query_parts), cta.segment(cta.existing(request)).end, jnp.int32(0))
 
     def after(self, cta: Cta) -> "Upcoming":
         """The item after this one; a request behind `cta.end_req` says that there is none."""
         first = jnp.where(self.request == cta.begin_req, cta.begin_block, 0)
-        block = jnp.where(self.block == QUERIES, first, self.block + 1)
+        block = jnp.where(self.block == -1, first, self.block + 1)
         over = block >= self.end
         request = self.request + jnp.where(over, 1, 0)
         segment = cta.segment(cta.existing(request))
-        block = jnp.where(over, QUERIES, block)
+        block = jnp.where(over, -cta.problem.query_parts, block)
         # Entries behind a request's keys hold anything: page 0 stands in and is masked. They are read nevertheless,
         # since waiting for the length first would double the time until the page is known.
         width = cta.memory.table.shape[1]
@@ -52,6 +52,12 @@ class Upcoming(NamedTuple):
 
 def fill(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
     """Start loading this side's half of an item into a slot that nobody uses; returns the next item."""
+    start_copy(cta, side, slot, item)
+    return item.after(cta)
+
+
+def start_copy(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> None:
+    """Start loading this side's half of an item into a slot that nobody uses."""
 
     def copy(source: Ref, rows: int) -> None:
         def part(buffer: Ref, first: int, columns: int, full: Ref) -> None:
@@ -65,16 +71,16 @@ def fill(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
             part(cta.slots.right, HALF, HALF, cta.right_full)
 
     there = item.request <= cta.end_req
-    keys = there & (item.block != QUERIES)
-    queries = there & (item.block == QUERIES)
-    request = cta.existing(item.request)
+    keys = there & (item.block >= 0)
+    queries = there & (item.block < 0)
+    parts = cta.problem.query_parts
+    query = cta.existing(item.request) * parts + lax.max(item.block + parts, jnp.int32(0))
 
     def issue() -> None:
         pl.when(keys)(lambda: copy(cta.memory.cache.at[item.page], ROWS))
-        pl.when(queries)(lambda: copy(cta.memory.q.at[request, cta.rows], cta.problem.copied_rows))
+        pl.when(queries)(lambda: copy(cta.memory.q.at[query, cta.rows], cta.problem.copied_rows))
 
     one_warp(issue, emulate=cta.emulate)
-    return item.after(cta)
 
 
 def fill_all(cta: Cta, side: Side) -> Upcoming:

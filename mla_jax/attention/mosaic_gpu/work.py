@@ -34,7 +34,7 @@ class Side(enum.IntEnum):
 class Global(NamedTuple):
     """Arrays in device memory. `rows` is S * H; a row of q is query token `row // H`, head `row % H`."""
 
-    q: Ref  # [B, rows, 576]
+    q: Ref  # [B * query_parts, rows, 576]
     cache: Ref  # [P, 64, 576]
     table: Ref  # [B, max_pages] int32
     lens: Ref  # [B] int32
