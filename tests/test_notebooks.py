@@ -33,7 +33,7 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_notebook_has_its_pair() -> None:
-    assert len(SCRIPTS) >= 5
+    assert len(SCRIPTS) >= 8
     assert [p.stem for p in SCRIPTS] == sorted(p.stem for p in FOLDER.glob("*.ipynb"))
 
 
