@@ -11,7 +11,7 @@ ARGS ?=
 # To test another version than the newest that pyproject.toml admits: make test VENV=.venv-oldest JAX=jax==0.11.2
 JAX ?=
 
-.PHONY: help demo test test-full lint notebooks bench-cpu bench-cache clean
+.PHONY: help demo test test-full lint notebooks readme docs bench-cpu bench-cache bench-drafts clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,11 +34,21 @@ lint: $(VENV)/.lint ## ruff and mypy
 notebooks: $(VENV)/.notebooks ## Execute the notebooks in place; ARGS="fp8" only those with that in their name
 	$(PYTHON) scripts/notebooks.py $(ARGS)
 
-bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU
-	$(PYTHON) tests/benchmarks/xla_against_sdpa.py
+readme: $(VENV)/.runtime ## Refresh README's table of support, and its numbers from committed results
+	$(PYTHON) -m scripts.readme
+	$(PYTHON) -m scripts.architecture
+
+docs: $(VENV)/.docs ## Build the API reference in build/docs; warnings are errors
+	$(PYTHON) scripts/docs.py build/docs
+
+bench-cpu: $(VENV)/.test ## Chunked XLA decode against torch's SDPA on this CPU; ARGS="--json FILE" keeps the result
+	$(PYTHON) tests/benchmarks/xla_against_sdpa.py $(ARGS)
 
 bench-cache: $(VENV)/.test ## What an FP8 cache costs the demo model, sound and broken; ARGS="--max-bytes 8192" is quicker
 	$(PYTHON) tests/benchmarks/fp8_accuracy.py $(ARGS)
+
+bench-drafts: $(VENV)/.test ## Tokens that the demo model commits per step with drafts (minutes)
+	$(PYTHON) tests/benchmarks/accept_lengths.py $(ARGS)
 
 clean: ## Remove .venv
 	rm -rf $(VENV)
@@ -67,4 +77,9 @@ $(VENV)/.lint: $(VENV)/.runtime
 $(VENV)/.notebooks: $(VENV)/.runtime
 	@echo "Installing what the notebooks need into $(VENV)"
 	@$(PIP) --editable '.[notebooks]' $(JAX)
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.runtime
+	@echo "Installing what the API reference needs into $(VENV)"
+	@$(PIP) --group docs $(JAX)
 	@touch $@

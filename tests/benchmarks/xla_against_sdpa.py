@@ -1,12 +1,16 @@
-"""The chunked XLA decode against torch's SDPA on this CPU, in one run: `make bench-cpu`.
+"""The chunked XLA decode against torch's SDPA on this CPU, in one run: `make bench-cpu [ARGS="--json FILE"]`.
 
 The peer gathers the pages first, because SDPA cannot follow a block table, and takes heads as query rows over the one
 latent head, which is its fastest form. Calls alternate; the table shows medians. float32, 16 heads, context 4096.
 """
 
+import argparse
+import datetime
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,9 @@ ROUNDS = 15
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the results to this file")
+    args = parser.parse_args()
     rng = np.random.default_rng(0)
     pages = CONTEXT // PAGE
     cache = rng.standard_normal((BATCH * pages + 1, PAGE, D), np.float32)
@@ -45,6 +52,21 @@ def main() -> None:
             f"  {name:<12} {medians[name]:7.1f} ms  (fastest {min(values) * 1e3:.1f}, slowest {max(values) * 1e3:.1f})"
         )
     print(f"  ratio        {medians['torch SDPA'] / medians['mla_jax xla']:7.2f}")
+    if args.json:
+        ms = {
+            name: {"median": medians[name], "least": min(values) * 1e3, "most": max(values) * 1e3}
+            for name, values in times.items()
+        }
+        result = {
+            "command": "python tests/benchmarks/xla_against_sdpa.py",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "device": jax.devices()[0].device_kind,
+            "threads": torch.get_num_threads(),
+            "jax": jax.__version__,
+            "torch": torch.__version__,
+            "ms": ms,
+        }
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _ours(q: np.ndarray, cache: np.ndarray, table: np.ndarray) -> Callable[[], np.ndarray]:

@@ -1,0 +1,156 @@
+"""README.md's tables of steps, drafts and FlashMLA calls, from results of a GPU."""
+
+from typing import Any
+
+from scripts.results import CPU, GPU, grouped, microseconds, newest, table
+
+DRAFTS = {"off": "none", "1-1-2": "chain 1-1-2", "3-1-4": "chain 3-1-4", "3-4-8": "tree 3-4-8"}
+STACKS = {(16, 8): "16 (an 8-way split), 8", (16, 32): "16, 32", (128, 32): "128, 32"}  # heads, requests
+
+
+def step() -> str:
+    """A decode step of the demo model with and without capture, and why there are several steps in a call."""
+    file, capture = newest(GPU, "capture")
+    first = capture["runs"][0]
+    runs = ((r for r in run["rows"] if r.get("implementation") == "mosaic_gpu") for run in capture["runs"])
+    on, off = ({row["batch"]: row for row in rows} for rows in runs)
+    drafts_file, rows = _draft_rows("demo")
+    one, eight = (f"{rows[16, b, 'off']['wall_us']:.0f}" for b in (1, 8))
+    compile_file, compiled = newest(GPU, "compile-27-layers")
+    anew, again = (sum(run["rows"][0][k] for k in ("lower_s", "compile_s")) for run in compiled["runs"])
+    lines = (
+        ("one step per call, capture off", *(f"{off[b]['wall_us']:.0f}" for b in (1, 8, 64))),
+        ("one step per call", *(f"{on[b]['wall_us']:.0f}" for b in (1, 8, 64))),
+        ("sum of its kernels' times", *(f"{on[b]['device_us']:.0f}" for b in (1, 8, 64))),
+    )
+    return (
+        table(("µs per step", "1 request", "8", "64"), lines)
+        + f"\n\n[Results]({file}): {first['device']}, jax {first['jax']}, {first['date'][:10]}; "
+        f"`python {_without_output(first['command'])}`.\n\n"
+        "What is left above the kernels' own time is the host's, which has to start every step. So `Engine` runs 8 "
+        f"steps per call on a GPU: {one} µs per step for one request, {eight} for 8 ([results]({drafts_file}), rows "
+        f"without drafts). A step of 27 layers of DeepSeek-V3's attention compiles in {anew:.0f} s, and in "
+        f"{again:.0f} s when XLA's persistent cache has it ([results]({compile_file}))."
+    )
+
+
+def drafts() -> str:
+    """What drafting is worth to the demo model."""
+    file, rows = _draft_rows("demo")
+    accept_file, accepted = _accepted()
+    lines = []
+    for draft, name in DRAFTS.items():
+        means = (f"{accepted[draft, t]:.2f}" if draft != "off" else "1" for t in (0.0, 1.0))
+        times = (f"{rows[16, b, draft]['wall_us']:.0f}" for b in (1, 8, 32))
+        lines.append((name, *means, *times, *(grouped(_speed(rows, accepted, 16, b, draft)) for b in (1, 8, 32))))
+    head = (
+        "draft (steps-topk-tokens)",
+        "tokens per step, greedy",
+        "temperature 1",
+        "µs per step, 1 request",
+        "8",
+        "32",
+    )
+    return (
+        table((*head, "greedy tokens/s, 1 request", "8", "32"), lines)
+        + f"\n\nTokens per step: [results]({accept_file}), `make bench-drafts`. Times: [results]({file}), an H200, 8 "
+        "steps per call, bf16, 400 tokens in the cache, `bash tests/gpu/mtp_table.sh`, 2026-11-30. Tokens/s are both "
+        "multiplied."
+    )
+
+
+def stack() -> str:
+    """What drafting is worth to a stack of DeepSeek-V3's attention."""
+    file, rows = _draft_rows("v3")
+    _, accepted = _accepted()
+    lines = []
+    for (heads, batch), label in STACKS.items():
+        plain = _speed(rows, accepted, heads, batch, "off")
+        cells = [grouped(plain)]
+        for draft in list(DRAFTS)[1:]:
+            if (heads, batch, draft) not in rows:
+                cells.append("")
+                continue
+            speed = _speed(rows, accepted, heads, batch, draft)
+            cells.append(f"{grouped(speed)} ({100 * (speed / plain - 1):+.0f} %)")
+        lines.append((label, *cells))
+    head = ("heads, requests", "plain, tokens/s", *list(DRAFTS.values())[1:])
+    return table(head, lines) + f"\n\n[Results]({file}) of the same command, with the tokens per step above."
+
+
+def flash_mla() -> str:
+    """A layer of 24 that calls FlashMLA, in four ways, and what repetition found."""
+    file, (captured, bare) = newest(GPU, "flash-mla-overhead")
+    lines = []
+    for name, times in captured["result"].items():
+        shape = ", ".join(part.lstrip("bh") for part in name.split())
+        ways = (times["captured"], times["torch graph"], bare["result"][name]["not captured"], times["torch"])
+        lines.append((shape, *map(microseconds, ways)))
+    head = ("requests, heads, cached tokens", "captured by XLA", "a CUDA graph of torch's", "not captured")
+    outside = [times["outside jit"] / 1e3 for times in captured["result"].values()]
+    versions = ", ".join(f"{name} {captured['versions'][name]}" for name in ("jax", "torch", "sgl-flash-mla"))
+    return (
+        table((*head, "torch, no graph"), lines)
+        + f"\n\n[Results]({file}): µs per layer, {captured['device']}, {versions}, {captured['date'][:10]}; "
+        "`tests/gpu/flash_mla.sh`.\n\n"
+        f"Outside jit a call takes {min(outside):.1f} to {max(outside):.1f} ms. {_replayed()} {_handed_over()}"
+    )
+
+
+def checked() -> str:
+    """How often FlashMLA's calls were tested on a GPU."""
+    file, report = newest(GPU, "flash-mla-check")
+    tests_file, tests = newest(GPU, "flash-mla-tests")
+    command = report["command"].split(" --json")[0]
+    return (
+        f"On an {report['device']}, FlashMLA's own outputs come back bit for bit; {tests['passed']} tests of its calls "
+        f"pass and {tests['failed']} fail ([results]({tests_file}), {tests['date'][:10]}). Of `{command}` "
+        f"{report['pass']} rows pass, {report['fail']} fail, and {report['skip']} are skipped, each with its reason "
+        f"([results]({file}), {report['date'][:10]})."
+    )
+
+
+def _replayed() -> str:
+    file, (run,) = newest(GPU, "flash-mla-replay")
+    result = run["result"]
+    outside = result["callback_runs_during"] - result["of_these_captured"]
+    return (
+        f"In {result['rounds']} replays of {result['layers']} layers with changing inputs, while torch allocated and "
+        f"freed, {result['wrong']} results were wrong and {outside} callbacks ran outside a capture "
+        f"([results]({file}))."
+    )
+
+
+def _handed_over() -> str:
+    file, (run,) = newest(GPU, "flash-mla-shared")
+    result = run["result"]
+    bad = sum(n for name, n in result.items() if name.startswith(("stale", "corrupted")))
+    return (
+        f"Of {result['rounds']} arrays handed over and dropped at once, in each direction, {bad} were stale or "
+        f"overwritten ([results]({file}))."
+    )
+
+
+def _draft_rows(model: str) -> tuple[str, dict[tuple[int, int, str], dict[str, Any]]]:
+    """The file, and its rows by heads, requests and draft."""
+    file, report = newest(GPU, "drafts")
+    return file, {(r["heads"], r["batch"], r["mtp"]): r for r in report["rows"] if r["model"] == model}
+
+
+def _accepted() -> tuple[str, dict[tuple[str, float], float]]:
+    """The file, and tokens per step of a sequence by draft and temperature."""
+    file, report = newest(CPU, "accept-lengths")
+    found = {(row["draft"], row["temperature"]): row["accept_length"] for row in report["rows"]}
+    return file, found | {("off", t): 1.0 for t in (0.0, 1.0)}
+
+
+def _speed(rows: Any, accepted: Any, heads: int, batch: int, draft: str) -> float:
+    """Greedy tokens per second."""
+    return batch * accepted[draft, 0.0] / rows[heads, batch, draft]["wall_us"] * 1e6
+
+
+def _without_output(command: str) -> str:
+    """Without the file that the run wrote."""
+    words = command.split()
+    at = words.index("--json")
+    return " ".join(words[:at] + words[at + 2 :])
