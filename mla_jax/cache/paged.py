@@ -92,6 +92,8 @@ class PagedKVCache:
         reserved page 0. A sequence must own the pages it writes to (`PagePool.extend`) alone.
 
         Raises ValueError for a layer that is not there and for shapes that do not belong together.
+
+        Cost: B·S rows are written, in place if the cache is donated; otherwise the layer is copied.
         """
         self._check_layer(layer)
         expected = (*positions.shape, self.latent_dim)
@@ -105,7 +107,11 @@ class PagedKVCache:
     def gather(
         self, layer: int, block_table: Int[Array, "B M"], positions: Int[Array, "B S"], dtype: Any = jnp.float32
     ) -> Float[Array, "B S D"]:
-        """Latents of one layer at logical positions, in dtype. What `write` sends to page 0 reads page 0."""
+        """Latents `[B, S, D]` of one layer at logical positions, in dtype. What `write` sends to page 0 reads page 0.
+
+        Raises ValueError for a layer that is not there and for shapes that do not belong together. Cost: B·S rows are
+        read.
+        """
         self._check_layer(layer)
         pages, rows = _locate(block_table, positions, self.layers[layer].shape, None)
         return dequantize_kv(self.layers[layer][pages, rows], self.format.name, self.scale(layer), dtype)
@@ -122,6 +128,8 @@ class PagedKVCache:
 
         All rows are read before one is written, so ranges may overlap. Makes the rows of an accepted path of a
         draft tree contiguous.
+
+        Raises ValueError for shapes that do not belong together. Cost: B·S rows per layer are read and written.
         """
         if source.shape != destination.shape:
             raise InputError(f"source and destination must have one shape, got {source.shape} and {destination.shape}.")
@@ -140,6 +148,8 @@ class PagedKVCache:
         """Copies the partial last page after `pool, ok = pool.fork(src, dst, length)`, with what it returned.
 
         Without ok, a refused fork onto a slot that already holds length tokens would overwrite its last page.
+
+        Raises ValueError unless src, dst and length are whole numbers. Cost: one page per layer is copied.
         """
         src, dst, length = (
             as_index(f"PagedKVCache.fork: {name}", x) for name, x in (("src", src), ("dst", dst), ("length", length))

@@ -75,6 +75,8 @@ def absorb_query(
     Args:
         q_nope: query heads without position; q_rope: their rotated part, the rotation applied.
         w_uk: from `split_kv_b_proj`.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.2.
     """
     return jnp.concatenate([einsum("bshk,hkv->bshv", q_nope, w_uk), q_rope], axis=-1)
 

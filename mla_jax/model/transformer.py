@@ -16,7 +16,17 @@ from mla_jax.model.params import LayerParams, MLPParams, ModelParams, MoEParams,
 
 
 def forward(params: ModelParams, config: MLAConfig, tokens: Int[Array, "B S"]) -> Float[Array, "B S E"]:
-    """Hidden states after the final norm for whole sequences, causal, without a cache."""
+    """Hidden states after the final norm for whole sequences, causal, plain form, without a cache.
+
+    Args:
+        tokens: int32 `[B, S]`, each from position 0 on, all of one length.
+
+    Returns `[B, S, E]` in the dtype of the weights.
+
+    Cost: the layers' products, and B·H·S² float32 scores at a time.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3 (arXiv 2412.19437); tested against transformers.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     return decode_stack(params, config, tokens, positions, None, attend_self(config))[0]
 
@@ -40,7 +50,12 @@ def prefill(
         cache: at least config.num_layers layers.
 
     Returns:
-        Hidden states after the final norm (meaningless past counts) and the cache.
+        Hidden states `[B, S, E]` after the final norm (meaningless past counts) and the cache.
+
+    Raises ValueError if the cache has fewer layers or other rows than the model.
+
+    Cost: in every layer, keys and values per head of the prefix, made for a part of it at a time, so S should not be
+    small: `decode` is the form for a few tokens. B·H·S² float32 scores at a time.
     """
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = prefix_lens[:, None] + offsets
@@ -68,7 +83,14 @@ def decode(
         implementation, schedule: as for `mla_decode`; by default one schedule is made here and shared by all layers.
 
     Returns:
-        Hidden states after the final norm and the cache.
+        Hidden states `[B, S, E]` after the final norm and the cache, the latents of the new tokens in it.
+
+    Raises:
+        ValueError: the cache has fewer layers or other rows than the model.
+        NotImplementedError: the implementation cannot run here.
+
+    Cost: every weight is read once, and in each layer what `mla_decode` reads. Donate the cache to the jitted function
+    around this, or each step copies it.
     """
     positions = new_positions(kv_lens, tokens.shape[1])
     if schedule is None:
@@ -100,6 +122,10 @@ def mtp_forward(
         hidden: the main model's state after its final norm, or an earlier result of this function.
         positions: int32 `[B, S]`, i: the position of hidden, not of next_tokens.
         cache, attend: as the layers of the decoder get them; see `mla_jax.model.attend`.
+
+    Cost: one layer, and a product of 2E × E.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
     """
     embedded = rms_norm(params.embed[next_tokens], p.enorm, config.rms_norm_eps)
     x = linear(jnp.concatenate([embedded, rms_norm(hidden, p.hnorm, config.rms_norm_eps)], axis=-1), p.eh_proj)
@@ -108,7 +134,7 @@ def mtp_forward(
 
 
 def lm_logits(params: ModelParams, hidden: Float[Array, "*n E"]) -> Float[Array, "*n vocab"]:
-    """Next-token logits in float32."""
+    """Next-token logits `[…, vocab]` in float32. Cost: 2·E·vocab FLOP per state; reads the whole head."""
     return linear(hidden, params.lm_head).astype(jnp.float32)
 
 
