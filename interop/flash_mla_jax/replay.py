@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from flash_mla_jax.dlpack import to_torch
-from flash_mla_jax.provider import DENSE, find
+from flash_mla_jax.provider import DENSE, DENSE_FP8, METADATA_FP8, find
 
 Replay = tuple[Callable[[], Any], Callable[[Any], None]]
 
@@ -22,7 +22,8 @@ def dense_decode(
     """One dense decode for each query, causal, in one graph, the tile metadata computed before.
 
     Args:
-        queries: each `[b, s_q, h_q, 576]` bf16 or fp16; the cache, `[num_blocks, 64, 576]`, and the rest are shared.
+        queries: each `[b, s_q, h_q, 576]` bf16 or fp16, or float8_e4m3fn with factors of 1; the cache,
+            `[num_blocks, 64, 576]` of the same dtype, and the rest are shared. With float8 no request may be empty.
 
     Returns:
         A function that starts the graph and returns its results, (out, lse) for each query, as torch tensors that the
@@ -31,17 +32,25 @@ def dense_decode(
     Raises:
         UnavailableError: FlashMLA's dense kernel cannot run here.
     """
-    kernel = find().kernel(DENSE)
+    fp8 = queries[0].dtype.itemsize == 1
+    provider = find()
+    kernel = provider.kernel(DENSE_FP8 if fp8 else DENSE)
     import torch
 
     q = [to_torch(x) for x in queries]
     cache, table, lens = (to_torch(x) for x in (k_cache, block_table, cache_seqlens))
     cache = cache.unsqueeze(2)
+    scales = [torch.ones(1, dtype=torch.float32, device="cuda")] * 2 if fp8 else []
 
     def call(x: Any, *metadata: Any) -> Any:
-        return kernel(x, cache, head_dim_v, lens, table, softmax_scale, True, *metadata)
+        return kernel(x, cache, head_dim_v, lens, table, softmax_scale, True, *metadata, *scales)
 
-    _, _, *metadata = call(q[0], None, None)  # outside capture: it loads its module, and computes the metadata
+    # Outside capture: it loads its module, and computes the metadata.
+    if fp8:
+        metadata = provider.kernel(METADATA_FP8)(lens, q[0].shape[1] * q[0].shape[2], 1)
+        call(q[0], *metadata)
+    else:
+        _, _, *metadata = call(q[0], None, None)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
