@@ -116,7 +116,8 @@ def write(folder, weights, config, quantized):
     (folder / "config.json").write_text(json.dumps(config | (fp8 if quantized else {}), indent=1))
 
 
-checkpoint = Path(tempfile.mkdtemp()) / "tiny-deepseek"  # your folder here
+workspace = tempfile.TemporaryDirectory()  # removed with the kernel
+checkpoint = Path(workspace.name) / "tiny-deepseek"  # your folder here
 checkpoint.mkdir()
 weights = dict(draw_weights(MLAConfig.from_hf(published)))
 write(checkpoint, weights, published, quantized=True)

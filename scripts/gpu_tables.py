@@ -54,8 +54,8 @@ def drafts() -> str:
     return (
         table((*head, "greedy tokens/s, 1 request", "8", "32"), lines)
         + f"\n\nTokens per step: [results]({accept_file}), `make bench-drafts`. Times: [results]({file}), an H200, 8 "
-        "steps per call, bf16, 400 tokens in the cache, `bash tests/gpu/mtp_table.sh`, 2026-11-30. Tokens/s are both "
-        "multiplied."
+        "steps per call, bf16, 400 tokens in the cache, `bash tests/gpu/mtp_table.sh`, 2026-11-30. Tokens/s follow "
+        "from both."
     )
 
 

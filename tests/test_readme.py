@@ -2,8 +2,12 @@
 
 import contextlib
 import io
+import json
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -11,9 +15,12 @@ import pytest
 import mla_jax
 import mla_jax.model
 from mla_jax.__main__ import main
+from scripts import architecture
+from scripts.readme import PART, PARTS, filled, without_parts
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^python -m mla_jax (.*)$", README, re.MULTILINE)
 
 
 def test_python_blocks_print_what_their_comments_say() -> None:
@@ -37,11 +44,51 @@ def test_names_in_the_table_exist() -> None:
         assert hasattr(mla_jax.model, name), name
 
 
-@pytest.mark.parametrize("command", re.findall(r"^python -m mla_jax (\w+)", README, re.MULTILINE))
+@pytest.mark.parametrize("command", sorted({line.split()[0] for line in COMMANDS}))
 def test_commands_exist(command: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_take_the_arguments_that_are_printed(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words, ran = shlex.split(line, comments=True), []
+    monkeypatch.setattr(f"mla_jax.cli.{words[0]}.run", ran.append)
+    assert main(words) == 0 and len(ran) == 1
+
+
+def test_generated_parts_are_what_code_and_results_say() -> None:
+    assert {name for _, name, _, _ in PART.findall(README)} == set(PARTS)
+    assert filled(README) == README, "run: make readme"
+    assert architecture.PICTURE.read_text() == architecture.picture(), "run: make readme"
+
+
+def test_no_measured_number_is_written_by_hand() -> None:
+    assert not re.findall(r"[\d.,]+ ?(?:µs|ms|GB/s|TFLOP/s|tokens/s|%)", without_parts(README))
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from numbers_in(part)
+    elif isinstance(value, int | float):
+        yield value
+
+
+@pytest.mark.parametrize("part", ["kernels", "step", "flash_mla"])
+def test_numbers_of_measured_tables_are_in_the_files_that_they_name(part: str) -> None:
+    """Without the code that made the tables. Ratios are left out: they are of two numbers beside them."""
+    text = next(found for _, name, found, _ in PART.findall(README) if name == part)
+    files = re.findall(r"\(([\w./-]+\.json)\)", text)
+    known = list(numbers_in([json.loads((ROOT / file).read_text()) for file in files]))
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+    cells = [cell for row in rows for i, cell in enumerate(row[1:], 1) if not (part == "kernels" and i == 5)]
+    printed = [n for cell in cells for n in re.findall(r"\d+(?:\.\d+)?", cell.replace(" ", ""))]
+    assert len(printed) >= 3 * len(rows)
+    for number in printed:
+        decimals = len(number.partition(".")[2])
+        assert any(f"{n:.{decimals}f}" == number for n in known), number
 
 
 def test_make_targets_exist() -> None:
