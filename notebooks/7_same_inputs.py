@@ -44,7 +44,8 @@ rows = [row for problem in quick for row in compare(problem, NAMES)]
 rows += compare_layers(3, NAMES, kinds=("fp32",))  # two layers of a random DeepSeek-V3 that transformers made and ran
 for name in NAMES:
     counts = Counter(row.status for row in rows if row.implementation == name)
-    print(f"{name:<14}" + (", ".join(f"{n} {status}" for status, n in counts.items()) or "gives the answer for whole layers"))
+    found = ", ".join(f"{n} {status}" for status, n in counts.items())
+    print(f"{name:<14}{found or 'gives the answer for whole layers'}")
 print("\nskipped because")
 for name, reason in sorted({(row.implementation, row.reason) for row in rows if row.status == "skip"}):
     print(f"  {name}: {reason}")

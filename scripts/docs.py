@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pdoc
 
-MODULES = ("mla_jax", "mla_jax.model", "mla_jax.demo", "!mla_jax.demo.train", "flash_mla_jax")  # training needs optax
+MODULES = ("mla_jax", "mla_jax.model", "mla_jax.demo", "flash_mla_jax")
 
 
 def main(folder: str) -> int:

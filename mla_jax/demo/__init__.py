@@ -5,5 +5,7 @@
 
 from pathlib import Path
 
+__all__ = ["CHECKPOINT", "HELDOUT"]
+
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 HELDOUT = Path(__file__).parent / "heldout.txt"
