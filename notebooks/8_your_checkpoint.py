@@ -262,8 +262,8 @@ plt.show()
 
 # %% [markdown]
 # With an fp32 cache the two programs agree to float32's rounding, so the loader, YaRN, the experts and the absorbed
-# form are right for this folder. What the other caches add is their own rounding, which random weights make much more of
-# than trained ones ([notebook 4](4_fp8_latents.ipynb)). For a real model, with commands:
+# form are right for this folder. What the other caches add is their own rounding, which random weights make much more
+# of than trained ones ([notebook 4](4_fp8_latents.ipynb)). For a real model, with commands:
 #
 # ```
 # python -m mla_jax generate --model DIR "A prompt"

@@ -98,8 +98,17 @@ def test_make_targets_exist() -> None:
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_inside_the_repository_resolve(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("notebooks/*.py"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_inside_the_repository_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
         if "://" not in target:
-            assert (ROOT / target).exists(), target
+            assert (page.parent / target).exists(), target
+
+
+def test_links_to_headings_resolve() -> None:
+    headings = {h.lower().replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.MULTILINE)}
+    for target in re.findall(r"\]\(#([^)]+)\)", README):
+        assert target in headings, target
