@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ import pytest
 
 import mla_jax
 import mla_jax.model
+from mla_jax import MLAConfig
 from mla_jax.__main__ import main
+from mla_jax.demo import CHECKPOINT
+from mla_jax.model.checkpoint import tensor_shapes
 from scripts import architecture
 from scripts.readme import PART, PARTS, filled, without_parts
 
@@ -96,6 +100,12 @@ def test_make_targets_exist() -> None:
     for text in (README, (ROOT / "CONTRIBUTING.md").read_text()):
         for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_demo_model_is_as_large_as_said_and_took_as_long() -> None:
+    minutes = json.loads((CHECKPOINT / "training_log.json").read_text())["bits_per_byte"][-1]["seconds"] / 60
+    size = sum(math.prod(shape) for shape in tensor_shapes(MLAConfig.from_hf(CHECKPOINT)).values())
+    assert f"{size / 1e6:.1f} million parameters" in README and f"in {minutes:.0f} minutes on one H200" in README
 
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(ROOT.glob("notebooks/*.py"))
