@@ -1,0 +1,56 @@
+"""Static choices of the Hopper decode kernel for FP8 caches, and the budgets they must fit."""
+
+import dataclasses
+
+from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, REGISTERS, ROPE, ROWS, SHARED_MEMORY
+
+BUFFERS = 2  # of probabilities, in turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Config:
+    """How one CTA divides its resources.
+
+    query_parts: e4m3 arrays that queries are the sum of: 1 for e4m3 queries, 2 for bf16 ones.
+    slots: key blocks in flight in shared memory, as bytes of the cache.
+    score_registers, value_registers: per thread of each role.
+    """
+
+    query_parts: int = 1
+    slots: int = 4
+    score_registers: int = 120
+    value_registers: int = 192
+
+    def __post_init__(self) -> None:
+        if self.query_parts not in (1, 2):
+            raise ValueError(f"{self.query_parts=}: it must be 1 or 2")
+        if self.slots < 2:
+            raise ValueError(f"{self.slots=}: one slot loads while another is used, so there must be at least 2")
+        if (used := self.shared_memory()) > SHARED_MEMORY:
+            raise ValueError(
+                f"{self.slots=} needs {used} bytes of shared memory, a CTA has {SHARED_MEMORY}: lower slots"
+            )
+        registers = (self.score_registers, self.value_registers)
+        if any(r % 8 or not 24 <= r <= 256 for r in registers):
+            raise ValueError(f"{registers=}: each must be a multiple of 8 from 24 to 256")
+        if (used := self.score_registers + 2 * self.value_registers) > REGISTERS:
+            raise ValueError(
+                f"{registers=} with two value warpgroups need {used} registers per thread index, a CTA has "
+                f"{REGISTERS} (with more it would wait for them for ever): lower value_registers"
+            )
+
+    @property
+    def left_slots(self) -> int:
+        """Slots of either side: both halves of a block share an index."""
+        return self.slots
+
+    @property
+    def right_slots(self) -> int:
+        """Slots of either side."""
+        return self.slots
+
+    def shared_memory(self) -> int:
+        """Bytes per CTA: keys and queries of one byte, 16-bit probabilities, float32 vectors of 64 rows, barriers."""
+        rows = ROWS * (2 * HALF + ROPE) * (self.slots + self.query_parts)
+        vectors = -(-(2 * BUFFERS + 1) * ROWS * 4 // 1024) * 1024
+        return rows + BUFFERS * 2 * ROWS * PAGE + vectors + 8 * (2 * self.slots + 3 * BUFFERS)

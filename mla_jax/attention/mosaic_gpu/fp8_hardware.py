@@ -1,0 +1,338 @@
+"""Instructions without a name in Pallas that FP8 needs: values transposed on their way to registers, results back."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, scf, vector
+
+from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROWS, WARPGROUP
+from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
+
+# How e4m3 operands of a WGMMA lie in shared memory. Tiles of 64 bytes, because those of 128 do not divide 576.
+BYTES: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))  # type: ignore[abstract]
+# Probabilities of some keys of a block.
+KEYS_AT_ONCE = 16  # a value role has so many keys of a block in registers at a time
+PART: Any = (plgpu.TilingTransform((8, KEYS_AT_ONCE)), plgpu.SwizzleTransform(2 * KEYS_AT_ONCE))  # type: ignore[abstract]
+LAYOUT = plgpu.Layout.WGMMA
+COLUMN = LAYOUT.reduce(0)  # one value per column of a matrix
+LINE = 64  # bytes of a key in a tile
+ROW_TILE = 8 * HALF  # bytes of 8 keys
+DIMS = 8  # neighbouring dims that a thread has of every key
+
+
+def transposed_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
+    """Vᵀ of 16 keys as A operand of a product: [256, 16] float16, from [64, 256] e4m3 in the layout BYTES.
+
+    Rows come in the order that costs least: the 8 rows of a thread are neighbouring dims, so that one load brings them
+    all, and one store takes what becomes of them. `store_transposed` knows it.
+    """
+    if emulate:
+        return values[...][part * KEYS_AT_ONCE : (part + 1) * KEYS_AT_ONCE].astype(jnp.float16).T
+    result = plgpu.ShapeDtypeStruct((HALF, KEYS_AT_ONCE), jnp.float16, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=result)
+    def load(ctx: Any, values: Any) -> Any:
+        operands = _load_operands(mgpu_utils.memref_ptr(values))
+        registers = np.empty((HALF // ROWS, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        for keys in range(KEYS_AT_ONCE // 8):
+            found = _load_eight_keys(operands, (part * KEYS_AT_ONCE // 8 + keys) * ROW_TILE)
+            for dim, register in enumerate(found):
+                registers[dim // 2, keys, 0, 0, dim % 2, 0, 0, 0, 0] = register
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return load(values)
+
+
+def _load_operands(base: Any) -> list[Any]:
+    """For `_load_eight_keys`: addresses of this thread's 8 dims of two neighbouring keys, and how to pair their bytes.
+
+    Half of the threads load the odd key first. All would meet in half of the banks otherwise.
+    """
+    warp, row, pair = _position()
+    swap = arith.remui(arith.divui(row, i32(2)), i32(2))
+    chunk = arith.xori(arith.divui(row, i32(2)), pair)  # the swizzle
+    dims = arith.addi(times(chunk, 16), times(arith.remui(row, i32(2)), DIMS))
+    start = arith.addi(arith.addi(times(warp, 8 * LINE), times(pair, 2 * LINE)), dims)
+    first = arith.addi(start, times(swap, LINE))
+    second = arith.addi(start, times(arith.subi(i32(1), swap), LINE))
+    swapped = arith.cmpi(arith.CmpIPredicate.eq, swap, i32(1))
+    orders = [arith.select(swapped, i32(x), i32(y)) for x, y in ((0x1504, 0x5140), (0x3726, 0x7362))]
+    return [at_byte(base, first), at_byte(base, second), *orders]
+
+
+def _load_eight_keys(operands: list[Any], offset: int) -> list[Any]:
+    """For each of 8 dims, this thread's two neighbouring keys among 8: vectors of 2 float16."""
+    pairs = "".join(
+        f"prmt.b32 p, a{word}, b{word}, ${DIMS + 2 + half}; mov.b32 {{h0, h1}}, p;"
+        f"cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half}, h0; cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half + 1}, h1;"
+        for word in range(2)
+        for half in range(2)
+    )
+    found = mgpu_utils.inline_ptx(
+        "{ .reg .b32 a<2>, b<2>, p; .reg .b16 h<2>;"
+        f"ld.shared.v2.b32 {{a0, a1}}, [$8 + {offset}]; ld.shared.v2.b32 {{b0, b1}}, [$9 + {offset}];" + pairs + "}",
+        *operands,
+        result_types=[ir.IntegerType.get_signless(32)] * DIMS,
+        has_side_effects=True,
+    )
+    two = ir.VectorType.get((2,), ir.F16Type.get())
+    return [mgpu_utils.bitcast(x, two) for x in found]
+
+
+def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
+    """target = matrixᵀ for [n, 256] numbers, 512 to a row, in global memory and a matrix [256, n] of products with
+    `transposed_values`."""
+    if emulate:
+        target[...] = matrix.T.astype(target.dtype)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def store(ctx: Any, target: Any, matrix: Any) -> None:
+        itemsize = mgpu_utils.bytewidth(ir.MemRefType(target.type).element_type)
+        warp, row, pair = _position()
+        dim = arith.addi(times(warp, ROWS), times(row, DIMS))
+        offset = arith.addi(times(dim, itemsize), times(pair, 2 * LATENT * itemsize))
+        address = at_byte(mgpu_utils.memref_ptr(target), offset)
+        for columns in range(matrix.shape[1] // 8):
+            for second in range(2):
+                numbers = [
+                    vector.extract(
+                        matrix.registers[dim // 2, columns, 0, 0, dim % 2, 0, 0, 0, 0],
+                        dynamic_position=[],
+                        static_position=[second],
+                    )
+                    for dim in range(DIMS)
+                ]
+                _store_dims(address, (8 * columns + second) * LATENT * itemsize, numbers, itemsize)
+
+    store(target, matrix)
+
+
+def _store_dims(address: Any, offset: int, numbers: list[Any], itemsize: int) -> None:
+    """Eight float32 numbers to global memory, as they are or in bfloat16."""
+    if itemsize == 4:
+        ptx = (
+            f"st.global.v4.f32 [$8 + {offset}], {{$0, $1, $2, $3}};"
+            f"st.global.v4.f32 [$8 + {offset + 16}], {{$4, $5, $6, $7}};"
+        )
+    else:
+        pack = "".join(f"cvt.rn.bf16x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
+        ptx = "{ .reg .b32 w<4>;" + pack + f"st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}"
+    mgpu_utils.inline_ptx(ptx, *numbers, address, has_side_effects=True)
+
+
+def differs_from_one(factor: Ref, *, emulate: bool) -> jax.Array:
+    """Whether any of a few float32 numbers in shared memory is not 1, for the columns of each warp: 0 or 1."""
+    if emulate:
+        return jnp.any(factor[...] != 1).astype(jnp.int32)
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def look(ctx: Any, factor: Any) -> Any:
+        i1 = ir.IntegerType.get_signless(1)
+        lane = arith.remui(mgpu_utils.thread_idx(), i32(32))
+        count = math.prod(ir.MemRefType(factor.type).shape)
+        differs = mgpu_utils.c(0, i1)
+        for first in range(0, count, 32):
+            index = arith.addi(arith.remui(lane, i32(min(32, count - first))), i32(first))
+            address = at_byte(mgpu_utils.memref_ptr(factor), times(index, 4))
+            number = mgpu_utils.inline_ptx(
+                "ld.shared.f32 $0, [$1];", address, result_types=ir.F32Type.get(), has_side_effects=True
+            )
+            one = mgpu_utils.c(1.0, ir.F32Type.get())
+            differs = arith.ori(differs, arith.cmpf(arith.CmpFPredicate.UNE, number, one))
+        differs = nvvm.vote_sync(i32(0xFFFFFFFF), differs, "any")
+        flag = arith.extui(ir.IntegerType.get_signless(32), differs)
+        return mgpu.FragmentedArray.splat(flag, (), is_signed=True)
+
+    return look(factor)
+
+
+def rescale_columns(matrix: jax.Array, factor: Ref, differs: jax.Array, *, emulate: bool) -> jax.Array:
+    """matrix * factor[None, :] if `differs`; warps need not agree on that."""
+    if emulate:
+        return matrix * lax.broadcast_in_dim(factor[...], matrix.shape, [1])
+    result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), SCALAR), return_type=result)
+    def multiply(ctx: Any, matrix: Any, factor: Any, differs: Any) -> Any:
+        taken = arith.cmpi(arith.CmpIPredicate.ne, differs.registers.item(), i32(0))
+        branch: Any = scf.IfOp(taken, [r.type for r in matrix.registers.flat], has_else=True)  # type: ignore[call-arg]
+        with ir.InsertionPoint(branch.then_block):
+            _, _, pair = _position()
+            base = at_byte(mgpu_utils.memref_ptr(factor), times(pair, 8))
+            two = ir.VectorType.get((2,), ir.F32Type.get())
+            products = matrix.registers.copy()
+            for columns in range(matrix.shape[1] // 8):
+                factors = _load_two(base, 32 * columns, two)
+                for at in np.ndindex(*(n for i, n in enumerate(products.shape) if i != 1)):
+                    where = (at[0], columns, *at[1:])
+                    products[where] = arith.mulf(products[where], factors)
+            scf.yield_(list(products.flat))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(matrix.registers.flat))
+        registers = np.array(list(branch.results), dtype=object).reshape(matrix.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=matrix.layout, _is_signed=matrix.is_signed)
+
+    return multiply(matrix, factor, differs)
+
+
+def _load_two(base: Any, offset: int, two: Any) -> Any:
+    f32 = ir.F32Type.get()
+    found = mgpu_utils.inline_ptx(
+        f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];", base, result_types=[f32, f32], has_side_effects=True
+    )
+    return vector.from_elements(two, list(found))
+
+
+def copy_queries(source: Ref, target: Ref, negative: jax.Array, *, emulate: bool) -> None:
+    """target = source, or -source, for e4m3 numbers that lie alike in shared memory."""
+    if emulate:
+        numbers = source[...]
+        target[...] = jnp.where(negative, -numbers, numbers)
+        return
+    size = math.prod(source.shape)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES), plgpu.RefType(BYTES), SCALAR))
+    def copy(ctx: Any, source: Any, target: Any, sign: Any) -> None:
+        first = times(arith.remui(mgpu_utils.thread_idx(), i32(WARPGROUP)), 16)
+        addresses = [at_byte(mgpu_utils.memref_ptr(ref), first) for ref in (source, target)]
+        for offset in range(0, size, 16 * WARPGROUP):
+            flip = "".join(f"xor.b32 w{i}, w{i}, $2;" for i in range(4))
+            mgpu_utils.inline_ptx(
+                f"{{ .reg .b32 w<4>; ld.shared.v4.b32 {{w0, w1, w2, w3}}, [$0 + {offset}];"
+                + flip
+                + f"st.shared.v4.b32 [$1 + {offset}], {{w0, w1, w2, w3}}; }}",
+                *addresses,
+                sign.registers.item(),
+                has_side_effects=True,
+            )
+
+    copy(source, target, jnp.where(negative, jnp.int32(-0x7F7F7F80), 0))
+
+
+def clear_keys(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
+    """tile[first:, :] = 0 for a [64, 256] e4m3 tile in the layout BYTES."""
+    if emulate:
+        numbers = tile[...]
+        keys = lax.broadcasted_iota(jnp.int32, numbers.shape, 0)
+        tile[...] = jnp.where(keys < first, numbers, jnp.zeros((), numbers.dtype))
+        return
+    chunks = HALF // 16
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES), SCALAR))
+    def clear(ctx: Any, tile: Any, first: Any) -> None:
+        thread = arith.remui(mgpu_utils.thread_idx(), i32(WARPGROUP))
+        chunk = arith.remui(thread, i32(chunks))
+        column = arith.addi(times(arith.divui(chunk, i32(4)), 8 * LINE), times(arith.remui(chunk, i32(4)), 16))
+        key = arith.addi(first.registers.item(), arith.divui(thread, i32(chunks)))
+        loop: Any = scf.ForOp(key, i32(PAGE), i32(WARPGROUP // chunks), [])  # type: ignore[call-arg]
+        with ir.InsertionPoint(loop.body):
+            key = loop.induction_variable
+            line = arith.addi(times(arith.divui(key, i32(8)), ROW_TILE), times(arith.remui(key, i32(8)), LINE))
+            address = at_byte(mgpu_utils.memref_ptr(tile), arith.addi(column, line))
+            mgpu_utils.inline_ptx("st.shared.v4.b32 [$0], {0, 0, 0, 0};", address, has_side_effects=True)
+            scf.yield_([])
+
+    clear(tile, first)
+
+
+def i32(value: int) -> Any:
+    """A constant."""
+    return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def times(x: Any, value: int) -> Any:
+    """x * value."""
+    return arith.muli(x, i32(value))
+
+
+def at_byte(base: Any, offset: Any) -> Any:
+    """The address `offset` bytes behind another."""
+    return mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
+
+
+class Arrivals:
+    """Says, for each slot, that all copies into it by a warpgroup have arrived; waits name the phase of the slot.
+
+    On a GPU barriers in shared memory, on which each thread arrives when its copies have; the interpreter, where
+    copies are immediate, is given Pallas' own.
+    """
+
+    def __init__(self, words: Ref, emulated: Ref | None):
+        self.words, self.emulated = words, emulated
+
+    def create(self, count: int) -> None:
+        """Make `count` barriers; one warpgroup does, and the others wait for it."""
+        if self.emulated is not None:
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def create(ctx: Any, words: Any) -> None:
+            first = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
+            for slot in range(count):
+                ptx = f"mbarrier.init.shared.b64 [$0 + {8 * slot}], {WARPGROUP};"
+                mgpu_utils.inline_ptx(ptx, mgpu_utils.memref_ptr(words), predicate=first, has_side_effects=True)
+
+        create(self.words)
+
+    def arrive(self, slot: jax.Array) -> None:
+        """Once what this warpgroup has started to copy is there."""
+        if self.emulated is not None:
+            plgpu.barrier_arrive(self.emulated.at[slot])
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+        def arrive(ctx: Any, words: Any, slot: Any) -> None:
+            address = at_byte(mgpu_utils.memref_ptr(words), times(slot.registers.item(), 8))
+            mgpu_utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", address, has_side_effects=True)
+
+        arrive(self.words, slot)
+
+    def wait(self, slot: jax.Array, phase: jax.Array) -> None:
+        """Until the copies are there, also for products, which see memory by another way."""
+        if self.emulated is not None:
+            plgpu.barrier_wait(self.emulated.at[slot])
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+        def wait(ctx: Any, words: Any, slot: Any, phase: Any) -> None:
+            address = at_byte(mgpu_utils.memref_ptr(words), times(slot.registers.item(), 8))
+            mgpu_utils.inline_ptx(
+                "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra AGAIN; }"
+                "fence.proxy.async.shared::cta;",
+                address,
+                phase.registers.item(),
+                has_side_effects=True,
+            )
+
+        wait(self.words, slot, phase)
+
+
+def start_together(threads: int, barrier: int, *, emulate: bool) -> None:
+    """Wait until all warpgroups of the CTA are here; what they wrote before is seen."""
+    if emulate:
+        return
+
+    @plgpu.inline_mgpu()
+    def sync(ctx: Any) -> None:
+        mgpu_utils.inline_ptx(
+            f"fence.mbarrier_init.release.cluster; bar.sync {barrier}, {threads};", has_side_effects=True
+        )
+
+    sync()
+
+
+def _position() -> tuple[Any, Any, Any]:
+    """This thread's warp in its warpgroup, and its row of 8 and its pair of columns of 4 in a WGMMA fragment."""
+    thread = arith.remui(mgpu_utils.thread_idx(), i32(WARPGROUP))
+    lane = arith.remui(thread, i32(32))
+    return arith.divui(thread, i32(32)), arith.divui(lane, i32(4)), arith.remui(lane, i32(4))

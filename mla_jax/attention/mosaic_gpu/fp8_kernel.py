@@ -1,0 +1,170 @@
+"""The persistent kernel for FP8 caches: 3 warpgroups per CTA, a ring of key blocks between them.
+
+    score           S = Q Kᵀ of a block in e4m3, softmax, P in float16
+    values, left    Oᵀ[0:256]   = decay * Oᵀ + Vᵀ Pᵀ of a block, and refill its half of the slot
+    values, right   Oᵀ[256:512] = decay * Oᵀ + Vᵀ Pᵀ of a block, and refill its half of the slot
+
+A block passes shared memory once, as bytes. Queries in bf16 are the sum of two e4m3 numbers each, so that their
+products, too, take the cache as it is.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.combine import merge, merge_outside
+from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
+from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
+from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART, Arrivals, start_together
+from mla_jax.attention.mosaic_gpu.fp8_scores import score
+from mla_jax.attention.mosaic_gpu.fp8_values import accumulate
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
+from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
+from mla_jax.attention.mosaic_gpu.kernel import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT
+from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
+from mla_jax.schedule import TileSchedule
+
+
+def run_fp8_kernel(
+    problem: Problem,
+    config: Fp8Config,
+    query_scale: jax.Array,
+    value_scale: jax.Array,
+    inputs: tuple[jax.Array, ...],
+    schedule: TileSchedule,
+    *,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Launch; `inputs` are the first eight fields of `Global`, with q [B * query_parts, rows, 576] in e4m3.
+
+    Returns out [B, rows, 512], lse [B, rows].
+    """
+    emulate = interpret is not None
+
+    def body(query_scale: Any, value_scale: Any, *refs: Any, **scratch: Any) -> None:
+        _cta_body(problem, config, emulate, query_scale, value_scale, Global(*refs), **scratch)
+
+    body.__name__ = "mla_decode_fp8"
+    counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
+    workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
+    out, lse, part_out, part_lse = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
+            jax.ShapeDtypeStruct((problem.batch, problem.rows), jnp.float32),
+            jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float32),
+            jax.ShapeDtypeStruct(workspace, jnp.float32),
+        ],
+        scratch_types=_scratch(config),
+        grid=(problem.parts, problem.row_blocks),
+        grid_names=("part", "row_block"),
+        num_threads=ROLES,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=not emulate,
+            reduction_scratch_bytes=0 if not emulate else 2048,
+        ),
+        interpret=interpret,
+    )(query_scale, value_scale, *inputs, counters)
+    if emulate and problem.parts > 1:
+        return merge_outside(out, lse, part_out, part_lse, schedule)
+    return out, lse
+
+
+def _scratch(config: Fp8Config) -> dict[str, Any]:
+    def tile(count: int, columns: int) -> Any:
+        return plgpu.SMEM((count, ROWS, columns), jnp.float8_e4m3fn, transforms=BYTES)
+
+    def barriers(count: int, arrivals: int = 1) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    slots, parts = config.slots, config.query_parts
+    return {
+        "left": tile(slots, HALF),
+        "right": tile(slots, HALF),
+        "rope": tile(slots, ROPE),
+        "queries_left": tile(parts, HALF),
+        "queries_right": tile(parts, HALF),
+        "queries_rope": tile(parts, ROPE),
+        "probabilities": plgpu.SMEM((BUFFERS, PAGE // KEYS_AT_ONCE, ROWS, KEYS_AT_ONCE), jnp.float16, transforms=PART),
+        "row_vectors": plgpu.SMEM((2 * BUFFERS + 1, ROWS), jnp.float32),
+        "full": plgpu.SMEM((2, 2 * slots), jnp.int32),  # a barrier is 8 bytes
+        "full_left": barriers(slots),  # these and the following stand for others in the interpreter
+        "full_right": barriers(slots),
+        "scored_left": barriers(BUFFERS),
+        "scored_right": barriers(BUFFERS),
+        "buffer_free": barriers(BUFFERS, arrivals=2),
+    }
+
+
+def _cta_body(
+    problem: Problem,
+    config: Fp8Config,
+    emulate: bool,
+    query_scale: Any,
+    value_scale: Any,
+    memory: Global,
+    **scratch: Any,
+) -> None:
+    next_id = FIRST_FREE_BARRIER
+
+    def signal(name: str, warpgroups: int) -> Signal:
+        nonlocal next_id
+        made = Signal(next_id, warpgroups * WARPGROUP, scratch[name] if emulate else None)
+        next_id += BUFFERS
+        return made
+
+    cta = Fp8Cta(
+        config=config,
+        problem=problem,
+        emulate=emulate,
+        memory=memory,
+        slots=Slots(*(scratch[name] for name in Slots._fields)),
+        queries=Fp8Queries(*(scratch[f"queries_{name}"] for name in Fp8Queries._fields)),
+        probabilities=scratch["probabilities"],
+        row_vectors=scratch["row_vectors"],
+        left_full=None,
+        right_full=None,
+        full={
+            side: Arrivals(scratch["full"].at[int(side)], scratch[f"full_{side.name.lower()}"] if emulate else None)
+            for side in Side
+        },
+        scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
+        buffer_free=signal("buffer_free", 3),
+        next_scores_done=None,
+        right_done=None,
+        query_scale=query_scale,
+        value_scale=value_scale,
+        part=lax.axis_index("part"),
+        row_block=lax.axis_index("row_block"),
+    )
+    role = lax.axis_index("role")
+
+    @pl.when(role == SCORE)
+    def _() -> None:
+        for full in cta.full.values():
+            full.create(config.slots)
+
+    start_together(ROLES * WARPGROUP, next_id, emulate=emulate)
+
+    @pl.when(role == SCORE)
+    def _() -> None:
+        _set_registers(config.score_registers)
+        score(cta)
+
+    @pl.when(role != SCORE)
+    def _() -> None:
+        _set_registers(config.value_registers)
+        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
+        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
+        if not emulate:
+            merge(cta, role - VALUES_LEFT, workers=2)
+
+
+def _set_registers(count: int) -> None:
+    plgpu.set_max_registers(count, action="increase" if count > REGISTERS // ROLES else "decrease")

@@ -1,0 +1,86 @@
+"""`decode_fp8_with`: queries in e4m3, packing of query rows, and the kernel under its own jit."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, Problem
+from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config
+from mla_jax.attention.mosaic_gpu.fp8_kernel import run_fp8_kernel
+from mla_jax.attention.mosaic_gpu.packing import pack, tree_words, unpack
+from mla_jax.schedule import TileSchedule
+
+LARGEST = 6  # binary exponent of a row's largest number: reduce_precision's 4 bits of exponent end at 240
+
+
+@functools.partial(jax.jit, static_argnames=("config", "causal", "interpret"))
+def decode_fp8_with(
+    config: Fp8Config,
+    q: jax.Array,
+    kv_cache: jax.Array,
+    block_table: jax.Array,
+    kv_lens: jax.Array,
+    logit_scale: jax.Array,
+    value_scale: jax.Array,
+    tree_mask: jax.Array | None,
+    schedule: TileSchedule,
+    *,
+    causal: bool,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The FP8 kernel with a configuration and without checks; `interpret` is for tests without a GPU."""
+    batch, tokens, heads, _ = q.shape
+    packed = pack(q)
+    rows = packed.shape[1]
+    problem = Problem(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        rows=rows,
+        parts=schedule.metadata.shape[0],
+        dtype=jnp.dtype(jnp.bfloat16),
+        causal=causal and tree_mask is None,
+        tree=tree_mask is not None,
+        query_parts=config.query_parts,
+    )
+    parts, scale = split_queries(packed)
+    scale = jnp.pad(scale, ((0, 0), (0, problem.row_blocks * ROWS - rows)))
+    inputs = (
+        parts.reshape(-1, rows, DIM),
+        kv_cache,
+        block_table,
+        kv_lens,
+        schedule.metadata,
+        schedule.num_splits,
+        logit_scale,
+        tree_words(tree_mask, problem),
+    )
+    out, lse = run_fp8_kernel(problem, config, scale, value_scale, inputs, schedule, interpret=interpret)
+    return unpack(out, lse, problem)
+
+
+def split_queries(q: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """e4m3 numbers [B, parts, rows, D] and a factor for each row, float32 [B, rows], whose sum and product are q.
+
+    bf16 has 8 significant bits, e4m3 4: a number and what rounding it left hold them all. The factor, a power of two,
+    brings a row's largest number to 64 … 128; numbers below 2⁻⁸ of that lose bits, by less than 2⁻¹⁶ of the largest.
+    """
+    if q.dtype == jnp.float8_e4m3fn:
+        return q[:, None], jnp.ones(q.shape[:2], jnp.float32)
+    numbers = q.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(numbers), axis=-1)
+    exponent = jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.frexp(largest)[1] - 1, 0)
+    exponent = jnp.clip(exponent - LARGEST, -126, 126)
+    numbers = numbers * _power_of_two(-exponent)[..., None]
+    # Not a cast to e4m3 and back, which XLA may leave out: it is free to keep more bits than it was told to.
+    high = jax.lax.reduce_precision(numbers, exponent_bits=4, mantissa_bits=3)
+    low = (numbers - high).astype(jnp.float8_e4m3fn)
+    high = high.astype(jnp.float8_e4m3fn)
+    return jnp.stack([high, low], axis=1), _power_of_two(exponent)
+
+
+def _power_of_two(exponent: jax.Array) -> jax.Array:
+    """Exactly, where `exp2` may err by a bit; for exponents from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

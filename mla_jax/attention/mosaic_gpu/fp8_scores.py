@@ -1,0 +1,153 @@
+"""The score role for FP8 caches: S = Q Kᵀ in e4m3 as it lies in the cache, softmax, probabilities in float16."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
+from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
+from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, clear_keys, copy_queries
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
+from mla_jax.attention.mosaic_gpu.hardware import make_visible
+from mla_jax.attention.mosaic_gpu.scores import (
+    ROW,
+    Softmax,
+    advance,
+    first_masked_block,
+    store_lse,
+    visible_keys,
+)
+from mla_jax.attention.mosaic_gpu.work import Segment
+
+
+def score(cta: Fp8Cta) -> None:
+    """Score every block of every request, and write the log-sum-exp.
+
+    The products of a block are under way while the softmax of the block before is computed.
+    """
+    config = cta.config
+    scale = cta.memory.scale[0]
+
+    def request(r: jax.Array, place: Place) -> Place:
+        segment = cta.segment(r)
+        for part in range(config.query_parts):
+            _take_queries(cta, place, part, negative=scale < 0)
+            place = place.after(config)
+        rows = pl.ds(cta.row_block * ROWS, ROWS)
+        logit_scale = plgpu.load(cta.query_scale.at[r, rows], layout=ROW, optimized=False) * (jnp.abs(scale) * LOG2E)
+
+        def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Place]) -> Any:
+            softmax, products, place = carry
+
+            def publish() -> Softmax:
+                return _publish(cta, segment, i, place, softmax, products, logit_scale, masked=masked)
+
+            softmax, products = _products(cta, segment, place.after(config), publish)
+            return softmax, products, place.after(config)
+
+        _, products = _products(cta, segment, place, lambda: None)
+        last = segment.end - 1
+        mask_from = lax.max(lax.min(first_masked_block(cta, segment.length), last), segment.first)
+        carry = (Softmax.empty(), products, place)
+        carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
+        softmax, products, place = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
+        softmax = _publish(cta, segment, last, place, softmax, products, logit_scale, masked=True, last=True)
+        store_lse(cta, segment, softmax)
+        return place.after(config)
+
+    cta.for_each_request(request, Place.start())
+    for buffer in range(BUFFERS):
+        cta.buffer_free.receive(jnp.int32(buffer))  # nothing is left behind
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _await_item(cta: Fp8Cta, place: Place) -> None:
+    for full in cta.full.values():
+        full.wait(place.slot, place.phase)
+
+
+def _send_scored(cta: Fp8Cta, place: Place) -> None:
+    for signal in cta.scored.values():
+        signal.send(place.buffer)
+
+
+def _take_queries(cta: Fp8Cta, place: Place, part: int, *, negative: jax.Array) -> None:
+    """Copy queries out of their slot, and give the slot back."""
+    _await_item(cta, place)
+    cta.buffer_free.receive(place.buffer)
+    for source, target in zip(cta.slots, cta.queries, strict=True):
+        copy_queries(source.at[place.slot], target.at[part], negative, emulate=cta.emulate)
+    plgpu.commit_smem()  # the slot has been read, and what was stored is there for products
+    _send_scored(cta, place)
+
+
+def _products(cta: Fp8Cta, segment: Segment, place: Place, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
+    """Result of `meanwhile`, and Q Kᵀ of one block: [64, 64] float32, under way meanwhile."""
+    keys = [ref.at[place.slot] for ref in cta.slots]
+    # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
+    # all query tiles in registers otherwise.
+    zero = lax.shift_right_logical(place.slot | segment.length, jnp.int32(31))
+    operands = [
+        (queries.at[part + zero], key)
+        for part in reversed(range(cta.config.query_parts))  # small numbers first
+        for queries, key in zip(cta.queries, keys, strict=True)
+    ]
+    _await_item(cta, place)
+    if cta.emulate:
+        products = jnp.zeros((ROWS, PAGE), jnp.float32)
+        for q, k in operands:
+            products += jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T)
+        plgpu.commit_smem()
+        return meanwhile(), products
+
+    def issue(products: Any) -> tuple[Any, jax.Array]:
+        for q, k in operands:
+            plgpu.wgmma(products, q, k.transpose((1, 0)))
+        return meanwhile(), products[...]
+
+    return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
+
+
+def _publish(
+    cta: Fp8Cta,
+    segment: Segment,
+    block: jax.Array,
+    place: Place,
+    softmax: Softmax,
+    products: jax.Array,
+    scale: jax.Array,
+    *,
+    masked: bool,
+    last: bool = False,
+) -> Softmax:
+    """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
+    visible = visible_keys(cta, segment, block) if masked else None
+    softmax, decay, probabilities = advance(softmax, products, scale, visible)
+    cta.buffer_free.receive(place.buffer)
+    for part in range(PAGE // KEYS_AT_ONCE):
+        columns = slice(part * KEYS_AT_ONCE, (part + 1) * KEYS_AT_ONCE)
+        cta.probabilities.at[place.buffer, part][...] = probabilities[:, columns].astype(jnp.float16)
+    cta.decay(place.buffer)[...] = decay
+    if last:
+        cta.total(place.buffer)[...] = softmax.totals.sum(axis=1)
+    if masked:
+        _clear_unowned_values(cta, segment, block, place)
+    make_visible(emulate=cta.emulate)
+    _send_scored(cta, place)
+    return softmax
+
+
+def _clear_unowned_values(cta: Fp8Cta, segment: Segment, block: jax.Array, place: Place) -> None:
+    """Nobody owns the rows past the end: they may hold NaN, and 0 * NaN is NaN."""
+
+    @pl.when((block + 1) * PAGE > segment.length)
+    def _() -> None:
+        first = lax.max(segment.length - block * PAGE, jnp.int32(0))
+        for half in (cta.slots.left, cta.slots.right):
+            clear_keys(half.at[place.slot], first, emulate=cta.emulate)

@@ -1,0 +1,65 @@
+"""What a CTA of the FP8 kernel works with, beside what those of the bf16 kernel have."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
+from mla_jax.attention.mosaic_gpu.fp8_hardware import Arrivals
+from mla_jax.attention.mosaic_gpu.hardware import Signal
+from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side
+
+
+class Fp8Queries(NamedTuple):
+    """A request's queries in shared memory, in e4m3; the sum over the first axis."""
+
+    left: Ref  # [query_parts, 64, 256]
+    right: Ref  # [query_parts, 64, 256]
+    rope: Ref  # [query_parts, 64, 64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Cta(Cta):
+    """Everything the roles of one CTA share. Indices of signals and vectors are buffers of probabilities."""
+
+    config: Any  # Fp8Config
+    queries: Fp8Queries
+    probabilities: Ref  # [BUFFERS, 4, 64, 16] float16: 16 keys each
+    full: dict[Side, Arrivals]  # by slot: this side's half has arrived, with the left one the rope part
+    buffer_free: Signal  # both sides to the score role: this buffer has been used
+    query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
+    value_scale: Ref  # [1] float32
+
+    def decay(self, buffer: jax.Array) -> Ref:
+        """[64] what the output so far is multiplied with before this buffer's values are added."""
+        return self.row_vectors.at[buffer]
+
+    def total(self, buffer: jax.Array) -> Ref:
+        """[64] sum of the probabilities up to this buffer."""
+        return self.row_vectors.at[BUFFERS + buffer]
+
+    @property
+    def lse_stage(self) -> Ref:
+        """[64] lse on its way to device memory."""
+        return self.row_vectors.at[2 * BUFFERS]
+
+
+class Place(NamedTuple):
+    """Where an item is: its slot in the rings, and the buffer for its probabilities."""
+
+    slot: jax.Array
+    phase: jax.Array  # of the slot: it flips with every turn of the ring
+    buffer: jax.Array
+
+    @classmethod
+    def start(cls) -> "Place":
+        """Of the first item."""
+        return cls(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+
+    def after(self, config: Fp8Config) -> "Place":
+        """Of the next item."""
+        over = self.slot == config.slots - 1
+        phase = jnp.where(over, 1 - self.phase, self.phase)
+        return Place(jnp.where(over, 0, self.slot + 1), phase, BUFFERS - 1 - self.buffer)
