@@ -99,7 +99,8 @@ for name, row in newest.items():
         theirs = row["tflops"] * row["us"] / row["peer_us"]
         ax.plot([at(case)] * 2, [row["tflops"], theirs], color=color, linewidth=0.8, zorder=1)
         ax.plot(at(case), theirs, mark, markerfacecolor="white", markeredgecolor=color, markersize=8, zorder=2)
-    ax.plot(at(case), row["tflops"], mark, color=color, markersize=6, zorder=3)
+    edge = "black" if case.format.startswith("fp8") else color
+    ax.plot(at(case), row["tflops"], mark, color=color, markeredgecolor=edge, markersize=6, zorder=3)
 handles = [plt.Line2D([], [], color=c, marker="o", linestyle="", label=f"h = {h}") for h, c in COLORS.items()]
 handles += [
     plt.Line2D([], [], color="0.4", marker=m, linestyle="", label=rf"$s_q$ = {tokens}") for tokens, m in MARKS.items()
@@ -108,6 +109,9 @@ handles += [
     plt.Line2D([], [], color="0.4", marker="o", linestyle="", label="mla_jax"),
     plt.Line2D([], [], color="0.4", marker="o", markerfacecolor="white", linestyle="", label="FlashMLA"),
 ]
+if any(case.format.startswith("fp8") for case in cases.values()):
+    style = {"marker": "o", "markeredgecolor": "black", "linestyle": ""}
+    handles.append(plt.Line2D([], [], color="0.6", label="FP8 cache", **style))
 ax.legend(handles=handles, ncols=3, loc="lower right")
 ax.set(xscale="log", yscale="log", xlim=(12, 2400), ylim=(10, 1200))
 ax.set(xlabel="arithmetic intensity (FLOP per byte of the cache)", ylabel="speed (TFLOP/s)")
