@@ -26,7 +26,7 @@ class Fp8Config:
             raise ValueError(f"{self.query_parts=}: it must be 1 or 2")
         if self.slots < 2:
             raise ValueError(f"{self.slots=}: one slot loads while another is used, so there must be at least 2")
-        if (used := self.shared_memory()) > SHARED_MEMORY:
+        if (used := self.shared_memory(rows=8)) > SHARED_MEMORY:
             raise ValueError(
                 f"{self.slots=} needs {used} bytes of shared memory, a CTA has {SHARED_MEMORY}: lower slots"
             )
@@ -49,8 +49,10 @@ class Fp8Config:
         """Slots of either side."""
         return self.slots
 
-    def shared_memory(self) -> int:
-        """Bytes per CTA: keys and queries of one byte, 16-bit probabilities, float32 vectors of 64 rows, barriers."""
-        rows = ROWS * (2 * HALF + ROPE) * (self.slots + self.query_parts)
+    def shared_memory(self, rows: int) -> int:
+        """Bytes per CTA with so many query rows: keys and queries of one byte, 16-bit probabilities, float32 vectors
+        of 64 rows, barriers.
+        """
+        keys = ROWS * (2 * HALF + ROPE) * (self.slots + self.query_parts)
         vectors = -(-(2 * BUFFERS + 1) * ROWS * 4 // 1024) * 1024
-        return rows + BUFFERS * 2 * ROWS * PAGE + vectors + 8 * (2 * self.slots + 3 * BUFFERS)
+        return keys + BUFFERS * 2 * rows * PAGE + vectors + 8 * (2 * self.slots + 3 * BUFFERS)

@@ -1,5 +1,6 @@
 """Instructions without a name in Pallas that FP8 needs: values transposed on their way to registers, results back."""
 
+import itertools
 import math
 from typing import Any
 
@@ -127,6 +128,39 @@ def _store_dims(address: Any, offset: int, numbers: list[Any], itemsize: int) ->
         pack = "".join(f"cvt.rn.bf16x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
         ptx = "{ .reg .b32 w<4>;" + pack + f"st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}"
     mgpu_utils.inline_ptx(ptx, *numbers, address, has_side_effects=True)
+
+
+def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: bool) -> None:
+    """target = the first rows of a (64, 64) matrix in float16; target is [4, rows, 16], 16 columns to a tile PART."""
+    if emulate:
+        for part in range(target.shape[0]):
+            columns = slice(part * KEYS_AT_ONCE, (part + 1) * KEYS_AT_ONCE)
+            target.at[part][...] = matrix[:rows, columns].astype(jnp.float16)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(PART), LAYOUT))
+    def store(ctx: Any, target: Any, matrix: Any) -> None:
+        warp, row, pair = _position()
+        used = arith.cmpi(arith.CmpIPredicate.ult, times(warp, 16), i32(rows))
+        branch: Any = scf.IfOp(used)  # type: ignore[call-arg]
+        with ir.InsertionPoint(branch.then_block):
+            line = arith.addi(times(warp, 16 * 32), times(row, 32))
+            flipped = times(arith.divui(row, i32(4)), 16)  # the swizzle: rows 4 to 7 of 8 swap their two chunks
+            base = at_byte(mgpu_utils.memref_ptr(target), arith.addi(line, times(pair, 4)))
+            chunks = [at_byte(base, flipped), at_byte(base, arith.subi(i32(16), flipped))]
+            for columns, below in itertools.product(range(PAGE // 8), range(min(2, -(-rows // 8)))):
+                register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
+                two = [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
+                offset = (columns // 2) * rows * 32 + below * 8 * 32
+                mgpu_utils.inline_ptx(
+                    f"{{ .reg .b32 w; cvt.rn.f16x2.f32 w, $1, $0; st.shared.b32 [$2 + {offset}], w; }}",
+                    *two,
+                    chunks[columns % 2],
+                    has_side_effects=True,
+                )
+            scf.yield_([])
+
+    store(target, matrix)
 
 
 def differs_from_one(factor: Ref, *, emulate: bool) -> jax.Array:
@@ -258,77 +292,6 @@ def times(x: Any, value: int) -> Any:
 def at_byte(base: Any, offset: Any) -> Any:
     """The address `offset` bytes behind another."""
     return mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
-
-
-class Arrivals:
-    """Says, for each slot, that all copies into it by a warpgroup have arrived; waits name the phase of the slot.
-
-    On a GPU barriers in shared memory, on which each thread arrives when its copies have; the interpreter, where
-    copies are immediate, is given Pallas' own.
-    """
-
-    def __init__(self, words: Ref, emulated: Ref | None):
-        self.words, self.emulated = words, emulated
-
-    def create(self, count: int) -> None:
-        """Make `count` barriers; one warpgroup does, and the others wait for it."""
-        if self.emulated is not None:
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def create(ctx: Any, words: Any) -> None:
-            first = mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
-            for slot in range(count):
-                ptx = f"mbarrier.init.shared.b64 [$0 + {8 * slot}], {WARPGROUP};"
-                mgpu_utils.inline_ptx(ptx, mgpu_utils.memref_ptr(words), predicate=first, has_side_effects=True)
-
-        create(self.words)
-
-    def arrive(self, slot: jax.Array) -> None:
-        """Once what this warpgroup has started to copy is there."""
-        if self.emulated is not None:
-            plgpu.barrier_arrive(self.emulated.at[slot])
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-        def arrive(ctx: Any, words: Any, slot: Any) -> None:
-            address = at_byte(mgpu_utils.memref_ptr(words), times(slot.registers.item(), 8))
-            mgpu_utils.inline_ptx("cp.async.mbarrier.arrive.noinc.shared.b64 [$0];", address, has_side_effects=True)
-
-        arrive(self.words, slot)
-
-    def wait(self, slot: jax.Array, phase: jax.Array) -> None:
-        """Until the copies are there, also for products, which see memory by another way."""
-        if self.emulated is not None:
-            plgpu.barrier_wait(self.emulated.at[slot])
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
-        def wait(ctx: Any, words: Any, slot: Any, phase: Any) -> None:
-            address = at_byte(mgpu_utils.memref_ptr(words), times(slot.registers.item(), 8))
-            mgpu_utils.inline_ptx(
-                "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared.b64 done, [$0], $1; @!done bra AGAIN; }"
-                "fence.proxy.async.shared::cta;",
-                address,
-                phase.registers.item(),
-                has_side_effects=True,
-            )
-
-        wait(self.words, slot, phase)
-
-
-def start_together(threads: int, barrier: int, *, emulate: bool) -> None:
-    """Wait until all warpgroups of the CTA are here; what they wrote before is seen."""
-    if emulate:
-        return
-
-    @plgpu.inline_mgpu()
-    def sync(ctx: Any) -> None:
-        mgpu_utils.inline_ptx(
-            f"fence.mbarrier_init.release.cluster; bar.sync {barrier}, {threads};", has_side_effects=True
-        )
-
-    sync()
 
 
 def _position() -> tuple[Any, Any, Any]:

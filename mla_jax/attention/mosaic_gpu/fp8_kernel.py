@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.attention.mosaic_gpu.combine import merge, merge_outside
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
-from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART, Arrivals, start_together
+from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import accumulate
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
@@ -59,7 +59,7 @@ def run_fp8_kernel(
             jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float32),
             jax.ShapeDtypeStruct(workspace, jnp.float32),
         ],
-        scratch_types=_scratch(config),
+        scratch_types=_scratch(problem, config),
         grid=(problem.parts, problem.row_blocks),
         grid_names=("part", "row_block"),
         num_threads=ROLES,
@@ -76,7 +76,7 @@ def run_fp8_kernel(
     return out, lse
 
 
-def _scratch(config: Fp8Config) -> dict[str, Any]:
+def _scratch(problem: Problem, config: Fp8Config) -> dict[str, Any]:
     def tile(count: int, columns: int) -> Any:
         return plgpu.SMEM((count, ROWS, columns), jnp.float8_e4m3fn, transforms=BYTES)
 
@@ -84,6 +84,7 @@ def _scratch(config: Fp8Config) -> dict[str, Any]:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     slots, parts = config.slots, config.query_parts
+    probabilities = (BUFFERS, PAGE // KEYS_AT_ONCE, problem.copied_rows, KEYS_AT_ONCE)
     return {
         "left": tile(slots, HALF),
         "right": tile(slots, HALF),
@@ -91,12 +92,11 @@ def _scratch(config: Fp8Config) -> dict[str, Any]:
         "queries_left": tile(parts, HALF),
         "queries_right": tile(parts, HALF),
         "queries_rope": tile(parts, ROPE),
-        "probabilities": plgpu.SMEM((BUFFERS, PAGE // KEYS_AT_ONCE, ROWS, KEYS_AT_ONCE), jnp.float16, transforms=PART),
+        "probabilities": plgpu.SMEM(probabilities, jnp.float16, transforms=PART),
         "row_vectors": plgpu.SMEM((2 * BUFFERS + 1, ROWS), jnp.float32),
-        "full": plgpu.SMEM((2, 2 * slots), jnp.int32),  # a barrier is 8 bytes
-        "full_left": barriers(slots),  # these and the following stand for others in the interpreter
-        "full_right": barriers(slots),
-        "scored_left": barriers(BUFFERS),
+        "left_full": barriers(slots, arrivals=2),  # left half and rope
+        "right_full": barriers(slots),
+        "scored_left": barriers(BUFFERS),  # these and the following are signals in the interpreter
         "scored_right": barriers(BUFFERS),
         "buffer_free": barriers(BUFFERS, arrivals=2),
     }
@@ -128,12 +128,8 @@ def _cta_body(
         queries=Fp8Queries(*(scratch[f"queries_{name}"] for name in Fp8Queries._fields)),
         probabilities=scratch["probabilities"],
         row_vectors=scratch["row_vectors"],
-        left_full=None,
-        right_full=None,
-        full={
-            side: Arrivals(scratch["full"].at[int(side)], scratch[f"full_{side.name.lower()}"] if emulate else None)
-            for side in Side
-        },
+        left_full=scratch["left_full"],
+        right_full=scratch["right_full"],
         scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
         buffer_free=signal("buffer_free", 3),
         next_scores_done=None,
@@ -144,13 +140,6 @@ def _cta_body(
         row_block=lax.axis_index("row_block"),
     )
     role = lax.axis_index("role")
-
-    @pl.when(role == SCORE)
-    def _() -> None:
-        for full in cta.full.values():
-            full.create(config.slots)
-
-    start_together(ROLES * WARPGROUP, next_id, emulate=emulate)
 
     @pl.when(role == SCORE)
     def _() -> None:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
-from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, clear_keys, copy_queries
+from mla_jax.attention.mosaic_gpu.fp8_hardware import clear_keys, copy_queries, store_probabilities
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
 from mla_jax.attention.mosaic_gpu.hardware import make_visible
 from mla_jax.attention.mosaic_gpu.scores import (
@@ -68,8 +68,8 @@ def score(cta: Fp8Cta) -> None:
 
 
 def _await_item(cta: Fp8Cta, place: Place) -> None:
-    for full in cta.full.values():
-        full.wait(place.slot, place.phase)
+    plgpu.barrier_wait(cta.left_full.at[place.slot])
+    plgpu.barrier_wait(cta.right_full.at[place.slot])
 
 
 def _send_scored(cta: Fp8Cta, place: Place) -> None:
@@ -130,9 +130,8 @@ def _publish(
     visible = visible_keys(cta, segment, block) if masked else None
     softmax, decay, probabilities = advance(softmax, products, scale, visible)
     cta.buffer_free.receive(place.buffer)
-    for part in range(PAGE // KEYS_AT_ONCE):
-        columns = slice(part * KEYS_AT_ONCE, (part + 1) * KEYS_AT_ONCE)
-        cta.probabilities.at[place.buffer, part][...] = probabilities[:, columns].astype(jnp.float16)
+    target = cta.probabilities.at[place.buffer]
+    store_probabilities(target, probabilities, cta.problem.copied_rows, emulate=cta.emulate)
     cta.decay(place.buffer)[...] = decay
     if last:
         cta.total(place.buffer)[...] = softmax.totals.sum(axis=1)

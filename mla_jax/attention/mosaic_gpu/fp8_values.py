@@ -24,11 +24,10 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     store_transposed,
     transposed_values,
 )
-from mla_jax.attention.mosaic_gpu.fp8_supply import fill, fill_all, start_copy
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
 from mla_jax.attention.mosaic_gpu.hardware import count_up, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.scores import nonzero
-from mla_jax.attention.mosaic_gpu.supply import Upcoming
+from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all, start_copy
 from mla_jax.attention.mosaic_gpu.work import Ref, Side
 
 
@@ -94,7 +93,7 @@ def accumulate(cta: Fp8Cta, side: Side) -> None:
 def _await(cta: Fp8Cta, side: Side, place: Place) -> None:
     """Wait until an item has been scored, and see what copies wrote to its slot."""
     cta.scored[side].receive(place.buffer)
-    cta.full[side].wait(place.slot, place.phase)
+    plgpu.barrier_wait((cta.left_full if side == Side.LEFT else cta.right_full).at[place.slot])
 
 
 def _await_block(cta: Fp8Cta, side: Side, place: Place) -> _Ready:

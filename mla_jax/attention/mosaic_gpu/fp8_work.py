@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
-from mla_jax.attention.mosaic_gpu.fp8_hardware import Arrivals
 from mla_jax.attention.mosaic_gpu.hardware import Signal
-from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side
+from mla_jax.attention.mosaic_gpu.work import Cta, Ref
 
 
 class Fp8Queries(NamedTuple):
@@ -26,8 +25,7 @@ class Fp8Cta(Cta):
 
     config: Any  # Fp8Config
     queries: Fp8Queries
-    probabilities: Ref  # [BUFFERS, 4, 64, 16] float16: 16 keys each
-    full: dict[Side, Arrivals]  # by slot: this side's half has arrived, with the left one the rope part
+    probabilities: Ref  # [BUFFERS, 4, copied_rows, 16] float16: 16 keys each
     buffer_free: Signal  # both sides to the score role: this buffer has been used
     query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
     value_scale: Ref  # [1] float32
@@ -50,16 +48,13 @@ class Place(NamedTuple):
     """Where an item is: its slot in the rings, and the buffer for its probabilities."""
 
     slot: jax.Array
-    phase: jax.Array  # of the slot: it flips with every turn of the ring
     buffer: jax.Array
 
     @classmethod
     def start(cls) -> "Place":
         """Of the first item."""
-        return cls(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+        return cls(jnp.int32(0), jnp.int32(0))
 
     def after(self, config: Fp8Config) -> "Place":
         """Of the next item."""
-        over = self.slot == config.slots - 1
-        phase = jnp.where(over, 1 - self.phase, self.phase)
-        return Place(jnp.where(over, 0, self.slot + 1), phase, BUFFERS - 1 - self.buffer)
+        return Place(jnp.where(self.slot == config.slots - 1, 0, self.slot + 1), BUFFERS - 1 - self.buffer)
