@@ -4,9 +4,9 @@ A persistent decode kernel starts `num_sm_parts` groups of CTAs ("parts") and gi
 of all (request, page) work, so that every SM is busy however unequal the requests are. A request that is
 cut by a boundary between parts is merged afterwards.
 
-Put all requests on one line: request `i` occupies `blocks_i + 5` units, the 5 standing for the cost of
-starting and ending a request. A part takes `quota = ceil(total / parts)` units, except that a boundary
-which would leave a request with 5 units or fewer moves on to that request's end:
+Put all requests on one line: request `i` occupies `blocks_i + 5` units, the 5 (`request_overhead`) standing
+for the cost of starting and ending a request. A part takes `quota = ceil(total / parts)` units, except that a
+boundary which would leave a request with 5 units or fewer moves on to that request's end:
 
     x_0 = 0,   x_{p+1} = snap(x_p + quota),   snap(z) = C if some request starts at C in (z, z + 5], else z
 
@@ -28,7 +28,7 @@ from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.errors import InputError
 
 ORDERS = ("2026-01", "2025-09", "2025-02")  # of the columns, by the FlashMLA release that introduced them
-REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs, in units of one page's work
+REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs FlashMLA, in units of one page's work
 ROWS_PER_CTA = 64  # query rows (S * H) that one CTA handles
 
 
@@ -93,7 +93,13 @@ def num_sm_parts(num_sms: int, seq_len_q: int, num_heads_q: int, num_heads_kv: i
     return max(num_sms // num_heads_kv // -(-rows // ROWS_PER_CTA), 1)
 
 
-def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int, *, order: str = ORDERS[0]) -> TileSchedule:
+def tile_schedule(
+    kv_lens: Int32[Array, " B"],
+    num_sm_parts: int,
+    *,
+    order: str = ORDERS[0],
+    request_overhead: int = REQUEST_OVERHEAD,
+) -> TileSchedule:
     """Divide the pages of all requests over `num_sm_parts` parts.
 
     Args:
@@ -101,14 +107,15 @@ def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int, *, order: str 
         num_sm_parts: parts to fill, from `num_sm_parts()`.
         order: of the columns, see `TileSchedule`. FlashMLA's dense kernels take 2026-01 since that month and 2025-09
             before; its dense FP8 kernel takes 2025-02 to this day.
+        request_overhead: what starting and ending a request costs the kernel, in blocks, at least 1.
 
     Returns:
-        A `TileSchedule` equal, bit for bit, to that of FlashMLA's scheduler.
+        A `TileSchedule`; with the default overhead equal, bit for bit, to that of FlashMLA's scheduler.
 
     Raises:
         ValueError: kv_lens is not a non-empty int32 vector, there is no part, or an unknown order.
 
-    All requests together must have fewer than 2^31 - 5 * B blocks.
+    All requests together must have fewer than 2^31 - request_overhead * B blocks.
 
     Cost: jitted, no host read; O(B^2) integer operations fused into one reduction, beside them
     O((B + parts) log parts).
@@ -118,9 +125,10 @@ def tile_schedule(kv_lens: Int32[Array, " B"], num_sm_parts: int, *, order: str 
     if kv_lens.ndim != 1 or kv_lens.shape[0] == 0 or kv_lens.dtype != jnp.int32:
         raise InputError(f"kv_lens must be int32 [B] with B at least 1, got {kv_lens.dtype.name} {kv_lens.shape}.")
     _check_number("num_sm_parts", num_sm_parts)
+    _check_number("request_overhead", request_overhead)
     if order not in ORDERS:
         raise InputError(f"order {order!r} is not known; choose from {', '.join(ORDERS)}.")
-    return _schedule(kv_lens, num_sm_parts, order)
+    return _schedule(kv_lens, num_sm_parts, order, request_overhead)
 
 
 def _check_number(name: str, number: Any) -> None:
@@ -128,14 +136,14 @@ def _check_number(name: str, number: Any) -> None:
         raise InputError(f"{name} must be a whole number of at least 1, got {number!r}.")
 
 
-@jax.jit(static_argnums=(1, 2))
-def _schedule(kv_lens: Array, parts: int, order: str) -> TileSchedule:
+@jax.jit(static_argnums=(1, 2, 3))
+def _schedule(kv_lens: Array, parts: int, order: str, overhead: int) -> TileSchedule:
     if order == "2025-02":
-        cut = _cut(lax.div(kv_lens + (PAGE_SIZE - 1), PAGE_SIZE), parts)
+        cut = _cut(lax.div(kv_lens + (PAGE_SIZE - 1), PAGE_SIZE), parts, overhead)
         columns = _token_columns(cut, kv_lens)
     else:
         blocks = lax.div(jnp.maximum(kv_lens - 1, 0), PAGE_SIZE) + 1
-        cut = _cut(blocks, parts)
+        cut = _cut(blocks, parts, overhead)
         columns = _block_columns(cut, kv_lens, blocks)
         if order == "2025-09":
             begin_req, end_req, begin_block, end_block, begin_split, *_ = columns
@@ -172,16 +180,16 @@ class _Cut:
     num_splits: Array  # [B + 1]
 
 
-def _cut(blocks: Int32[Array, " B"], parts: int) -> _Cut:
+def _cut(blocks: Int32[Array, " B"], parts: int, overhead: int) -> _Cut:
     batch = blocks.shape[0]
     index = jnp.arange(batch + 1, dtype=jnp.int32)
     # Everything here is small, and a kernel launch costs more than it computes: sums over all pairs become one
     # reduction each, where a cumulative sum or a binary search would be several kernels.
     before = jnp.arange(batch, dtype=jnp.int32)[None, :] < index[:, None]
-    starts = jnp.sum(jnp.where(before, blocks + REQUEST_OVERHEAD, 0), axis=1, dtype=jnp.int32)  # [B + 1]
+    starts = jnp.sum(jnp.where(before, blocks + overhead, 0), axis=1, dtype=jnp.int32)  # [B + 1]
     total = starts[-1]
     quota = lax.div(total + (parts - 1), parts)
-    bounds = jnp.minimum(_boundaries(starts, quota, parts), total)  # [parts + 1]
+    bounds = jnp.minimum(_boundaries(starts, quota, parts, overhead), total)  # [parts + 1]
     req = jnp.sum(starts[None, :] <= bounds[:, None], axis=1, dtype=jnp.int32) - 1
     unit = bounds - starts[req]
     begin_split, cuts_before = _count_cuts(req[:-1], unit[:-1] > 0, batch)
@@ -203,9 +211,9 @@ def _count_cuts(begin_req: Array, inside: Array, batch: int) -> tuple[Array, Arr
     return jnp.where(inside, counts[:parts], 0), counts[parts:]
 
 
-def _boundaries(starts: Array, quota: Array, parts: int) -> Array:
+def _boundaries(starts: Array, quota: Array, parts: int, overhead: int) -> Array:
     """x_0 .. x_parts of the module's docstring: [parts + 1], not yet clipped to the total."""
-    nxt, hops = _next_snap(starts, quota, parts)
+    nxt, hops = _next_snap(starts, quota, parts, overhead)
     tables = [(nxt, hops)]
     while 2 ** len(tables) <= parts:
         nxt, hops = nxt[nxt], jnp.minimum(hops + hops[nxt], parts + 1)
@@ -220,17 +228,17 @@ def _boundaries(starts: Array, quota: Array, parts: int) -> Array:
     return starts[at] + (part - reached) * quota
 
 
-def _next_snap(starts: Array, quota: Array, parts: int) -> tuple[Array, Array]:
+def _next_snap(starts: Array, quota: Array, parts: int, overhead: int) -> tuple[Array, Array]:
     """For a part that begins at request i: the next start that a boundary snaps to, and after how many parts.
 
     Boundary k after i lies at starts[i] + k * quota and snaps to request j iff starts[j] - starts[i] is in
-    (k * quota, k * quota + 5]. Requests are 5 units or longer, so at most one j fits a k; the smallest k
-    wins.
+    (k * quota, k * quota + overhead]. Requests are no shorter than that, so at most one j fits a k; the
+    smallest k wins.
     """
     count = starts.shape[0]
     ahead = starts[None, :] - starts[:, None]  # [i, j]
-    # The smallest k >= 1 whose window reaches j: ceil((ahead - 5) / quota), rounded towards zero below.
-    hops = jnp.maximum(lax.div(ahead - (REQUEST_OVERHEAD + 1), jnp.broadcast_to(quota, ahead.shape)) + 1, 1)
+    # The smallest k >= 1 whose window reaches j: ceil((ahead - overhead) / quota), rounded towards zero below.
+    hops = jnp.maximum(lax.div(ahead - (overhead + 1), jnp.broadcast_to(quota, ahead.shape)) + 1, 1)
     snaps = (ahead > hops * quota) & (hops <= parts)
     never = jnp.int32((parts + 1) * count)
     key = jnp.min(jnp.where(snaps, hops * count + jnp.arange(count, dtype=jnp.int32)[None, :], never), axis=1)

@@ -22,22 +22,22 @@ fast_schedule = jax.jit(
 )
 
 
-def walk(lens, parts, *, empty_blocks):
+def walk(lens, parts, *, empty_blocks, overhead=5):
     """Rows (begin_req, end_req, begin_block, end_block, begin_split) and num_splits, request by request."""
     lens = [int(n) for n in lens]
     blocks = [max(n - 1, 0) // 64 + 1 if n else empty_blocks for n in lens]
-    payload = -(-sum(n + 5 for n in blocks) // parts) + 5
+    payload = -(-sum(n + overhead for n in blocks) // parts) + overhead
     rows, num_splits = [], [0]
     req = block = split = 0
     for _ in range(parts):
         begin, room = (req, block, split), payload
         while req < len(lens):
             left = blocks[req] - block
-            if room < left + 5:
-                if room > 5:
-                    block, split = block + room - 5, split + 1
+            if room < left + overhead:
+                if room > overhead:
+                    block, split = block + room - overhead, split + 1
                 break
-            room -= left + 5
+            room -= left + overhead
             num_splits.append(num_splits[-1] + split + 1)
             req, block, split = req + 1, 0, 0
         end_req = req if block else req - 1
@@ -70,6 +70,17 @@ def test_equals_cuda_scheduler(kind, step):
         got = fast_schedule(jnp.asarray(lens), parts, order)
         np.testing.assert_array_equal(got.num_splits, GOLDEN[f"{name}/num_splits"])
         assert_rows(np.asarray(got.metadata)[:, meaning], want[:, meaning], len(lens))
+
+
+@pytest.mark.parametrize("overhead", [1, 4, 9])
+def test_other_overheads(overhead):
+    rng = np.random.default_rng(overhead)
+    make = jax.jit(lambda kv_lens: tile_schedule(kv_lens, 66, request_overhead=overhead), compiler_options=COMPILE_FAST)
+    for longest in (0, 1, 64, 300, 1000, 5000, 100_000) * 5:
+        lens = rng.integers(0, longest + 1, 16).astype(np.int32)
+        got, (rows, num_splits) = make(jnp.asarray(lens)), walk(lens, 66, empty_blocks=1, overhead=overhead)
+        np.testing.assert_array_equal(got.num_splits, num_splits)
+        assert_rows(np.asarray(got.metadata)[:, :5], rows, len(lens))
 
 
 @pytest.mark.parametrize("batch", [1, 5, 128, 4096])

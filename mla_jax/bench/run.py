@@ -1,65 +1,167 @@
-"""Times the cases and puts the results in rows."""
+"""Times the cases and puts the results in rows: first `prepare`, which compiles, then `time_prepared`."""
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mla_jax.attention.api import mla_decode, step_schedule
 from mla_jax.bench.cases import DIM, LATENT, Arrays, Case, make_arrays
 from mla_jax.bench.limits import Limits
+from mla_jax.bench.settings import parse_settings
 from mla_jax.bench.timing import Program, measure
 
 SCALE = DIM**-0.5
+OURS, PEER = "ours", "peer"  # names of programs; the others are settings of the kernel
 
 
-def run_case(
-    case: Case, limits: Limits, *, implementation: str | Sequence[str] | None, peer: bool, rounds: int
-) -> dict[str, Any]:
-    """A row: time of one call, beside FlashMLA's if a peer is wanted, and beside the machine's limits.
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What is timed of every case.
+
+    Attributes:
+        implementation: of `mla_decode`; None is the fastest that can run.
+        peer: FlashMLA, too.
+        settings: of the Hopper kernel, to compare with its usual ones; see `bench.settings`.
+        rounds: measurements.
+    """
+
+    implementation: str | Sequence[str] | None = None
+    peer: bool = False
+    settings: tuple[str, ...] = ()
+    rounds: int = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A case whose programs are compiled; each makes so many calls."""
+
+    case: Case
+    implementation: str
+    calls: int
+    programs: dict[str, Program]
+
+
+def prepare(case: Case, limits: Limits, wanted: Wanted) -> Prepared:
+    """Compile the programs of a case, and check that they agree.
 
     Several calls with queries of their own are one executable, which XLA captures into a graph; the schedule is made
     before, as a model makes it once for all layers.
 
     Raises:
-        NotImplementedError: the implementation, or FlashMLA, cannot run here.
+        NotImplementedError: the implementation, its settings, or FlashMLA, cannot run here.
     """
-    seconds = limits.seconds(case.flops, case.read_bytes)
-    calls = max(1, min(16, int(1e-3 / seconds)))
+    calls = max(1, min(16, int(1e-3 / limits.seconds(case.flops, case.read_bytes))))
     arrays = make_arrays(case, calls)
-    chosen, ours = _program(case, arrays, implementation)
-    programs = {"ours": ours} | ({"peer": flash_mla(case, arrays)} if peer else {})
-    times = measure(programs, calls, rounds)
-    median = times["ours"].median
+    chosen = case.implementation(wanted.implementation)
+    programs = {OURS: _usual(case, arrays, chosen)}
+    programs |= _with_settings(arrays, chosen, wanted.settings)
+    if wanted.peer:
+        programs[PEER] = flash_mla(case, arrays)
+    return Prepared(case, chosen, calls, programs)
+
+
+def time_prepared(prepared: Prepared, limits: Limits, rounds: int) -> dict[str, Any]:
+    """A row: time of one call, beside FlashMLA's if there is a peer, and beside the machine's limits."""
+    case, programs = prepared.case, prepared.programs
+    seconds = limits.seconds(case.flops, case.read_bytes)
+    others = {name: program for name, program in programs.items() if name not in (OURS, PEER)}
+    differences = _differences(programs) if PEER in programs else {}
+    times = measure(programs, prepared.calls, rounds)
+    median = times[OURS].median
     row: dict[str, Any] = {
         "case": case.name,
-        "implementation": chosen,
+        "implementation": prepared.implementation,
         "us": round(median * 1e6, 2),
-        "spread_us": times["ours"].spread_us(),
+        "spread_us": times[OURS].spread_us(),
         "tflops": float(f"{case.flops / median / 1e12:.4g}"),
         "gbps": float(f"{case.read_bytes / median / 1e9:.4g}"),
         "percent_of_limit": round(100 * seconds / median, 1),
     }
-    if peer:
-        theirs = times["peer"].median
-        row |= {"peer": "flash_mla", "peer_us": round(theirs * 1e6, 2), "peer_spread_us": times["peer"].spread_us()}
-        row["ratio"] = round(theirs / median, 4)
+    if PEER in programs:
+        theirs = times[PEER].median
+        row |= {"peer": "flash_mla", "peer_us": round(theirs * 1e6, 2), "peer_spread_us": times[PEER].spread_us()}
+        row |= {"ratio": round(theirs / median, 4), "difference_from_peer": differences[OURS]}
+    if others:
+        row["settings"] = [
+            {"settings": name, "us": round(times[name].median * 1e6, 2), "spread_us": times[name].spread_us()}
+            | ({"difference_from_peer": differences[name]} if differences else {})
+            for name in others
+        ]
     return row
 
 
-def _program(case: Case, arrays: Arrays, implementation: str | Sequence[str] | None) -> tuple[str, Program]:
+def _usual(case: Case, arrays: Arrays, chosen: str) -> Program:
+    """Calls as users make them."""
     q, cache = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (arrays.queries[0], arrays.cache))
-    chosen = case.implementation(implementation)
     schedule = step_schedule(chosen, q, cache, arrays.kv_lens)
 
-    def calls(queries: list[jax.Array], cache: Any, table: Any, lens: Any, schedule: Any) -> list[Any]:
+    def call(q: Any, cache: Any, table: Any, lens: Any, schedule: Any) -> Any:
         options = {"d_v": LATENT, "sm_scale": SCALE, "schedule": schedule, "implementation": chosen}
-        return [mla_decode(q, cache, table, lens, **options) for q in queries]
+        return mla_decode(q, cache, table, lens, **options)
 
-    args = (arrays.queries, arrays.cache, arrays.block_table, arrays.kv_lens, schedule)
-    compiled = jax.jit(calls).lower(*args).compile()
-    return chosen, Program(lambda: compiled(*args))
+    args = _arguments(arrays, schedule)
+    compiled = _compile(call, args)
+    return Program(lambda: compiled(*args))
+
+
+def _with_settings(arrays: Arrays, chosen: str, settings: Sequence[str]) -> dict[str, Program]:
+    """Calls of the Hopper kernel with other settings."""
+    if not settings:
+        return {}
+    if chosen != "mosaic_gpu":
+        raise NotImplementedError(f"settings are for mosaic_gpu, and {chosen} is timed.")
+    from mla_jax.attention.mosaic_gpu import launch
+
+    q = arrays.queries[0]
+
+    @functools.cache
+    def compiled(config: Any) -> Any:
+        def call(q: Any, cache: Any, table: Any, lens: Any, schedule: Any) -> Any:
+            scale = jnp.full((1,), SCALE, jnp.float32)
+            return launch.decode_with(config, q, cache, table, lens, scale, None, schedule, causal=q.shape[1] > 1)
+
+        return _compile(call, _arguments(arrays, launch.schedule_for(q, arrays.kv_lens)))
+
+    def program(text: str) -> Program:
+        config = parse_settings(text, launch.config_for(q))
+        args = _arguments(arrays, launch.schedule_for(q, arrays.kv_lens, config))
+        kernel = compiled(dataclasses.replace(config, request_overhead=1))  # which is the schedule's matter
+        return Program(lambda: kernel(*args))
+
+    return {text: program(text) for text in settings}
+
+
+def _arguments(arrays: Arrays, schedule: Any) -> tuple[Any, ...]:
+    return arrays.queries, arrays.cache, arrays.block_table, arrays.kv_lens, schedule
+
+
+def _compile(call: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """One executable of a call for each query."""
+
+    def calls(queries: list[jax.Array], *shared: Any) -> list[Any]:
+        return [call(q, *shared) for q in queries]
+
+    return jax.jit(calls).lower(*args).compile()
+
+
+def _differences(programs: dict[str, Program]) -> dict[str, float]:
+    """How far the first output of each program lies from the peer's: the RMS of the difference over that of theirs."""
+
+    def output(program: Program) -> np.ndarray:
+        result = program.start()
+        program.wait(result)
+        out = result[0][0]
+        return np.asarray(out if isinstance(out, jax.Array) else out.float().cpu(), np.float32)
+
+    theirs = output(programs[PEER])
+    size = np.linalg.norm(theirs)
+    mine = {name: output(program) for name, program in programs.items() if name != PEER}
+    return {name: float(f"{np.linalg.norm(out - theirs) / size:.2g}") for name, out in mine.items()}
 
 
 def peer_cannot_run() -> str | None:

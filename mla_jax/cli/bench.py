@@ -4,16 +4,20 @@ import argparse
 import dataclasses
 import datetime
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from mla_jax.attention.mosaic_gpu.config import KernelConfig
 from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case
+from mla_jax.bench.jobs import run_cases
 from mla_jax.bench.limits import Limits, measure_limits
 from mla_jax.bench.plot import draw
-from mla_jax.bench.run import peer_cannot_run, run_case
+from mla_jax.bench.run import Wanted, peer_cannot_run
+from mla_jax.bench.settings import parse_settings
 from mla_jax.cli.common import check_can_write, installed_versions, physical_memory, progress_bar
 from mla_jax.errors import InputError
 from mla_jax.explain import check_can_draw
@@ -30,7 +34,21 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--implementation", metavar="NAME", help="of mla_decode; default: the fastest that can run")
     parser.add_argument("--against", choices=("flash_mla",), help="time this beside it, in the same process")
     parser.add_argument("--rounds", type=int, default=9, metavar="N", help="measurements of each case; default 9")
-    parser.add_argument("--output", metavar="FILE", help="write the results there as JSON")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that compile at once, to measure in turns; default 1",
+    )
+    parser.add_argument(
+        "--settings",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE,…",
+        help="time the Hopper kernel with these, too; may be given more than once",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the results there as JSON, after every case")
     parser.add_argument("--plot", metavar="FILE", help="draw them (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
     parser.set_defaults(run=run)
@@ -38,38 +56,49 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    if args.rounds < 1:
-        raise InputError(f"--rounds must be at least 1, got {args.rounds}.")
+    for option in ("rounds", "jobs"):
+        if getattr(args, option) < 1:
+            raise InputError(f"--{option} must be at least 1, got {getattr(args, option)}.")
     for option, file in (("--output", args.output), ("--plot", args.plot)):
         if file is not None:
             check_can_write(file, option)
     if args.plot is not None:
         check_can_draw()
+    if args.jobs > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share a GPU's memory
     names = args.cases or (CPU_CASES if jax.default_backend() == "cpu" else GPU_CASES)
     cases = [Case.parse(name) for name in names]
     reason = None if args.against is None else peer_cannot_run()
     if reason is not None:
         raise NotImplementedError(f"--against {args.against} cannot run: {reason.rstrip('.')}.")
+    for text in args.settings:
+        parse_settings(text, KernelConfig())
     for case in cases:
         _check_case(case, args.implementation, alone=len(cases) == 1)
     limits = measure_limits(cases[0].query_dtype)
-    rows = []
-    for case in progress_bar(cases, unit="case"):
-        try:
-            row = run_case(
-                case, limits, implementation=args.implementation, peer=args.against is not None, rounds=args.rounds
-            )
-        except NotImplementedError as e:
-            if len(cases) == 1:
-                raise
-            row = {"case": case.name, "skipped": str(e)}
-        rows.append(row)
-    report = _report(rows, limits)
-    if args.output is not None:
-        Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+    wanted = Wanted(args.implementation, args.against is not None, tuple(args.settings), args.rounds)
+    report = _run(cases, limits, wanted, args)
     if args.plot is not None:
         draw(report, args.plot)
     print(json.dumps(report) if args.json else _text(report))
+    if any("failed" in row for row in report["rows"]):
+        sys.exit(1)
+
+
+def _run(cases: list[Case], limits: Limits, wanted: Wanted, args: argparse.Namespace) -> dict[str, Any]:
+    """The report, which is written to --output whenever a row has come."""
+    order = [case.name for case in cases]
+    rows: list[dict[str, Any]] = []
+    for row in progress_bar(run_cases(cases, limits, wanted, args.jobs), unit="case", total=len(cases)):
+        if len(cases) == 1 and "skipped" in row:
+            raise NotImplementedError(row["skipped"])
+        rows = sorted([*rows, row], key=lambda row: order.index(row["case"]))
+        report = _report(rows, limits)
+        if args.output is not None:
+            Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+        if not sys.stderr.isatty():  # a log, which should show how far it came
+            print(_line(row), file=sys.stderr, flush=True)
+    return report
 
 
 def _check_case(case: Case, implementation: str | None, *, alone: bool) -> None:
@@ -102,14 +131,19 @@ def _text(report: dict[str, Any]) -> str:
         f"{'case':<26}{'implementation':<16}{'µs':>10}{'spread':>20}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}"
         f"{'× peer':>8}",
     ]
-    for row in report["rows"]:
-        if "skipped" in row:
-            lines.append(f"{row['case']:<26}{row['skipped']}")
-            continue
-        low, high = row["spread_us"]
-        ratio = f"{row['ratio']:.3f}" if "ratio" in row else "–"
-        lines.append(
-            f"{row['case']:<26}{row['implementation']:<16}{row['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"
-            f"{row['tflops']:>9.4g}{row['gbps']:>8.4g}{row['percent_of_limit']:>12.1f}{ratio:>8}"
-        )
+    return "\n".join([*lines, *(_line(row) for row in report["rows"])])
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "us" not in row:
+        return f"{row['case']:<26}{row.get('skipped') or row['failed']}"
+    low, high = row["spread_us"]
+    ratio = f"{row['ratio']:.3f}" if "ratio" in row else "–"
+    lines = [
+        f"{row['case']:<26}{row['implementation']:<16}{row['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"
+        f"{row['tflops']:>9.4g}{row['gbps']:>8.4g}{row['percent_of_limit']:>12.1f}{ratio:>8}"
+    ]
+    for other in row.get("settings", []):
+        low, high = other["spread_us"]
+        lines.append(f"    {other['settings']:<38}{other['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}")
     return "\n".join(lines)

@@ -90,6 +90,18 @@ def test_report_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert (tmp_path / "rows.png").stat().st_size > 10_000
 
 
+@pytest.mark.timeout(120)
+def test_processes_and_a_case_that_fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_jax.cli.bench._check_case", lambda *args, **kwargs: None)
+    assert main(["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "1", "--jobs", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["case"] for row in rows] == [SMALL, "fp8_b1_h2_s1_1k"] and all(row["us"] > 0 for row in rows)
+    with pytest.raises(SystemExit):
+        main(["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "1", "--implementation", "zz", "--json"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert all("not known" in row["failed"] for row in rows)
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="says what a machine without a GPU lacks")
 def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "bf16_b1_h2_s1_1k", "--against", "flash_mla", "--rounds", "1"]) == 2
@@ -109,6 +121,11 @@ def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
         (["bf16_b128_h64_s1_16000k"], "too much for this machine"),
         ([SMALL, "--implementation", "zz"], "'zz' is not known"),
         ([SMALL, "--rounds", "1", "--output", "/no/x"], "/no/x"),
+        (["--jobs", "0", SMALL], "--jobs"),
+        (["--settings", "slots=2", SMALL], "'slots' is no setting"),
+        (["--settings", "held_back=left", SMALL], "no value for held_back"),
+        (["--settings", "held_back=9", SMALL], "0, 1, 2 or 3"),
+        (["--settings", "held_back=0", SMALL], "settings are for mosaic_gpu"),
     ],
 )
 def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:

@@ -32,6 +32,7 @@ class KernelConfig:
     score_registers, value_registers: per thread of each role.
     held_back: value roles that wait with their products until the next scores are done, so that those are not
         delayed: 0 none, 1 the left one, 2 both, 3 both and the left one until the right one is done, too.
+    request_overhead: for `tile_schedule`: what a request costs beside its blocks.
     """
 
     left_slots: int = 3
@@ -40,6 +41,7 @@ class KernelConfig:
     score_registers: int = 184
     value_registers: int = VALUE_REGISTERS
     held_back: int = 1
+    request_overhead: int = 4
 
     def __post_init__(self) -> None:
         if not 2 <= self.right_slots <= self.left_slots:

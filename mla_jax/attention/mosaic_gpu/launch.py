@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from mla_jax.attention.mosaic_gpu.config import DIM, LATENT, ROWS, KernelConfig, Problem, padded_rows
+from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig, Problem
 from mla_jax.attention.mosaic_gpu.kernel import run_kernel
+from mla_jax.attention.mosaic_gpu.packing import pack, tree_words, unpack
 from mla_jax.attention.mosaic_gpu.requirements import num_sms
 from mla_jax.errors import InputError
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
@@ -49,14 +49,22 @@ def decode(
         _check_schedule(schedule, q)
     _, tokens, _, _ = q.shape
     scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
-    config, causal = KernelConfig(), causal and tokens > 1  # one kernel for one token
-    return decode_with(config, q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
+    causal = causal and tokens > 1  # one kernel for one token
+    return decode_with(config_for(q), q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
 
 
-def schedule_for(q: jax.ShapeDtypeStruct | Array, kv_lens: Int32[Array, " B"]) -> TileSchedule:
+def schedule_for(
+    q: jax.ShapeDtypeStruct | Array, kv_lens: Int32[Array, " B"], config: KernelConfig | None = None
+) -> TileSchedule:
     """The schedule of all calls with queries of this shape and these lengths."""
     _, tokens, heads, _ = q.shape
-    return tile_schedule(kv_lens, num_sm_parts(num_sms(), tokens, heads))
+    overhead = (config or config_for(q)).request_overhead
+    return tile_schedule(kv_lens, num_sm_parts(num_sms(), tokens, heads), request_overhead=overhead)
+
+
+def config_for(q: jax.ShapeDtypeStruct | Array) -> KernelConfig:
+    """The configuration for calls with queries of this shape."""
+    return KernelConfig()
 
 
 def _check_schedule(schedule: TileSchedule, q: Array) -> None:
@@ -90,20 +98,17 @@ def decode_with(
 ) -> tuple[Array, Array]:
     """`decode` with a configuration and without checks; `interpret` is for tests without a GPU."""
     batch, tokens, heads, _ = q.shape
-    rows = padded_rows(tokens * heads)
+    packed = pack(q)
     problem = Problem(
         batch=batch,
         tokens=tokens,
         heads=heads,
-        rows=rows,
+        rows=packed.shape[1],
         parts=schedule.metadata.shape[0],
         dtype=jnp.dtype(q.dtype),
         causal=causal and tree_mask is None,
         tree=tree_mask is not None,
     )
-    packed = q.reshape(batch, tokens * heads, DIM)
-    if rows != tokens * heads:
-        packed = jnp.pad(packed, ((0, 0), (0, rows - tokens * heads), (0, 0)))
     inputs = (
         packed,
         kv_cache,
@@ -115,16 +120,4 @@ def decode_with(
         tree_words(tree_mask, problem),
     )
     out, lse = run_kernel(problem, config, inputs, schedule, interpret=interpret)
-    out = out[:, : tokens * heads].reshape(batch, tokens, heads, LATENT)
-    lse = lse[:, : tokens * heads].reshape(batch, tokens, heads)
-    return out, lse.swapaxes(1, 2)
-
-
-def tree_words(tree_mask: Array | None, problem: Problem) -> Array:
-    """[B, row_blocks * 64] int32: bit i of a row says whether it sees the i-th of the last S keys."""
-    if tree_mask is None:
-        return jnp.zeros((1, 1), jnp.int32)
-    bits = jnp.asarray(np.uint32(1) << np.arange(problem.tokens, dtype=np.uint32))
-    words = jnp.sum(jnp.where(tree_mask, bits[None, None, :], jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-    words = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32), problem.heads, axis=1)
-    return jnp.pad(words, ((0, 0), (0, problem.row_blocks * ROWS - words.shape[1])))
+    return unpack(out, lse, problem)
