@@ -27,60 +27,99 @@ COLUMN = LAYOUT.reduce(0)  # one value per column of a matrix
 LINE = 64  # bytes of a key in a tile
 ROW_TILE = 8 * HALF  # bytes of 8 keys
 DIMS = 8  # neighbouring dims that a thread has of every key
+_WORDS = HALF * KEYS_AT_ONCE // 4
+_LOADED = plgpu.ShapeDtypeStruct((_WORDS,), jnp.int32, layout=plgpu.Layout.WG_STRIDED((_WORDS,), vec_size=1))
 
 
-def transposed_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
-    """Vᵀ of 16 keys as A operand of a product: [256, 16] float16, from [64, 256] e4m3 in the layout BYTES.
+def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
+    """The bytes of 16 keys of V, [64, 256] e4m3 in the layout BYTES, for `transposed`."""
+    if emulate:
+        return values[...][part * KEYS_AT_ONCE : (part + 1) * KEYS_AT_ONCE]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=_LOADED)
+    def load(ctx: Any, values: Any) -> Any:
+        first, second = _addresses(mgpu_utils.memref_ptr(values))
+        i32_ = ir.IntegerType.get_signless(32)
+        words = []
+        for keys in range(KEYS_AT_ONCE // 8):
+            offset = (part * KEYS_AT_ONCE // 8 + keys) * ROW_TILE
+            words += mgpu_utils.inline_ptx(
+                f"ld.shared.v2.b32 {{$0, $1}}, [$4 + {offset}]; ld.shared.v2.b32 {{$2, $3}}, [$5 + {offset}];",
+                first,
+                second,
+                result_types=[i32_] * 4,
+                has_side_effects=True,
+            )
+        one = ir.VectorType.get((1,), i32_)
+        registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=_loaded_layout(), _is_signed=True)
+
+    return load(values)
+
+
+def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
+    """Vᵀ of 16 keys as A operand of a product: [256, 16] float16.
 
     Rows come in the order that costs least: the 8 rows of a thread are neighbouring dims, so that one load brings them
     all, and one store takes what becomes of them. `store_transposed` knows it.
     """
     if emulate:
-        return values[...][part * KEYS_AT_ONCE : (part + 1) * KEYS_AT_ONCE].astype(jnp.float16).T
+        return loaded.astype(jnp.float16).T
     result = plgpu.ShapeDtypeStruct((HALF, KEYS_AT_ONCE), jnp.float16, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=result)
-    def load(ctx: Any, values: Any) -> Any:
-        operands = _load_operands(mgpu_utils.memref_ptr(values))
+    @plgpu.inline_mgpu(arg_types=(_LOADED.layout,), return_type=result)
+    def widen(ctx: Any, loaded: Any) -> Any:
+        words = [vector.extract(r, dynamic_position=[], static_position=[0]) for r in loaded.registers.flat]
+        orders = _byte_orders()
         registers = np.empty((HALF // ROWS, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for keys in range(KEYS_AT_ONCE // 8):
-            found = _load_eight_keys(operands, (part * KEYS_AT_ONCE // 8 + keys) * ROW_TILE)
-            for dim, register in enumerate(found):
+            for dim, register in enumerate(_widen_eight_keys(words[4 * keys : 4 * keys + 4], orders)):
                 registers[dim // 2, keys, 0, 0, dim % 2, 0, 0, 0, 0] = register
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return load(values)
+    return widen(loaded)
 
 
-def _load_operands(base: Any) -> list[Any]:
-    """For `_load_eight_keys`: addresses of this thread's 8 dims of two neighbouring keys, and how to pair their bytes.
+def _loaded_layout() -> Any:
+    return mgpu.WGStridedFragLayout(shape=_LOADED.shape, vec_size=1)
 
-    Half of the threads load the odd key first. All would meet in half of the banks otherwise.
-    """
+
+def _swapped() -> Any:
+    """1 in the threads that load the odd one of two neighbouring keys first: all would meet in half of the banks."""
+    _, row, _ = _position()
+    return arith.remui(arith.divui(row, i32(2)), i32(2))
+
+
+def _addresses(base: Any) -> tuple[Any, Any]:
+    """Where this thread's 8 dims of two neighbouring keys lie."""
     warp, row, pair = _position()
-    swap = arith.remui(arith.divui(row, i32(2)), i32(2))
     chunk = arith.xori(arith.divui(row, i32(2)), pair)  # the swizzle
     dims = arith.addi(times(chunk, 16), times(arith.remui(row, i32(2)), DIMS))
     start = arith.addi(arith.addi(times(warp, 8 * LINE), times(pair, 2 * LINE)), dims)
-    first = arith.addi(start, times(swap, LINE))
-    second = arith.addi(start, times(arith.subi(i32(1), swap), LINE))
-    swapped = arith.cmpi(arith.CmpIPredicate.eq, swap, i32(1))
-    orders = [arith.select(swapped, i32(x), i32(y)) for x, y in ((0x1504, 0x5140), (0x3726, 0x7362))]
-    return [at_byte(base, first), at_byte(base, second), *orders]
+    swapped = times(_swapped(), LINE)
+    first = arith.addi(start, swapped)
+    second = arith.addi(start, arith.subi(i32(LINE), swapped))
+    return at_byte(base, first), at_byte(base, second)
 
 
-def _load_eight_keys(operands: list[Any], offset: int) -> list[Any]:
+def _byte_orders() -> list[Any]:
+    """How to pair the bytes of two keys: of the first two dims of four, and of the last two."""
+    swapped = arith.cmpi(arith.CmpIPredicate.eq, _swapped(), i32(1))
+    return [arith.select(swapped, i32(x), i32(y)) for x, y in ((0x1504, 0x5140), (0x3726, 0x7362))]
+
+
+def _widen_eight_keys(words: list[Any], orders: list[Any]) -> list[Any]:
     """For each of 8 dims, this thread's two neighbouring keys among 8: vectors of 2 float16."""
     pairs = "".join(
-        f"prmt.b32 p, a{word}, b{word}, ${DIMS + 2 + half}; mov.b32 {{h0, h1}}, p;"
-        f"cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half}, h0; cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half + 1}, h1;"
+        f"prmt.b32 p, ${DIMS + word}, ${DIMS + 2 + word}, ${DIMS + 4 + half}; mov.b32 {{h0, h1}}, p;"
+        + f"cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half}, h0; cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half + 1}, h1;"
         for word in range(2)
         for half in range(2)
     )
     found = mgpu_utils.inline_ptx(
-        "{ .reg .b32 a<2>, b<2>, p; .reg .b16 h<2>;"
-        f"ld.shared.v2.b32 {{a0, a1}}, [$8 + {offset}]; ld.shared.v2.b32 {{b0, b1}}, [$9 + {offset}];" + pairs + "}",
-        *operands,
+        "{ .reg .b32 p; .reg .b16 h<2>;" + pairs + "}",
+        *words,
+        *orders,
         result_types=[ir.IntegerType.get_signless(32)] * DIMS,
         has_side_effects=True,
     )
@@ -90,7 +129,7 @@ def _load_eight_keys(operands: list[Any], offset: int) -> list[Any]:
 
 def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
     """target = matrixᵀ for [n, 256] numbers, 512 to a row, in global memory and a matrix [256, n] of products with
-    `transposed_values`."""
+    `transposed`."""
     if emulate:
         target[...] = matrix.T.astype(target.dtype)
         return

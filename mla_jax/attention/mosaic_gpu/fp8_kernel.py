@@ -22,7 +22,7 @@ from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import accumulate
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries, Span
 from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
 from mla_jax.attention.mosaic_gpu.kernel import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT
 from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
@@ -119,6 +119,7 @@ def _cta_body(
         next_id += BUFFERS
         return made
 
+    part = lax.axis_index("part")
     cta = Fp8Cta(
         config=config,
         problem=problem,
@@ -136,7 +137,8 @@ def _cta_body(
         right_done=None,
         query_scale=query_scale,
         value_scale=value_scale,
-        part=lax.axis_index("part"),
+        span=Span.load(memory.metadata, part),
+        part=part,
         row_block=lax.axis_index("row_block"),
     )
     role = lax.axis_index("role")

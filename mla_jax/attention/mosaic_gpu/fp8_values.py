@@ -20,9 +20,10 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     KEYS_AT_ONCE,
     LAYOUT,
     differs_from_one,
+    load_values,
     rescale_columns,
     store_transposed,
-    transposed_values,
+    transposed,
 )
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
 from mla_jax.attention.mosaic_gpu.hardware import count_up, warpgroup_barrier
@@ -35,7 +36,7 @@ class _Ready(NamedTuple):
     """What is known of a block before its turn."""
 
     differs: jax.Array  # whether any decay is not 1
-    values: jax.Array  # the operand of its first keys
+    loaded: jax.Array  # the bytes of its first keys
 
 
 _Carry = tuple[jax.Array, _Ready, Place, Upcoming]
@@ -99,7 +100,7 @@ def _await(cta: Fp8Cta, side: Side, place: Place) -> None:
 def _await_block(cta: Fp8Cta, side: Side, place: Place) -> _Ready:
     _await(cta, side, place)
     differs = differs_from_one(_decay(cta, place), emulate=cta.emulate)
-    return _Ready(differs, transposed_values(_values(cta, side, place), 0, emulate=cta.emulate))
+    return _Ready(differs, load_values(_values(cta, side, place), 0, emulate=cta.emulate))
 
 
 def _values(cta: Fp8Cta, side: Side, place: Place) -> Ref:
@@ -122,8 +123,8 @@ def _add_block(
     parts = range(PAGE // KEYS_AT_ONCE)
     rows = pl.ds(0, cta.problem.copied_rows)
 
-    def operand(part: int) -> jax.Array:
-        return ready.values if part == 0 else transposed_values(values, part, emulate=cta.emulate)
+    def load(part: int) -> jax.Array:
+        return load_values(values, part, emulate=cta.emulate)
 
     def refill() -> _Ready:
         warpgroup_barrier(emulate=cta.emulate)  # all four warps have read the slot
@@ -133,17 +134,21 @@ def _add_block(
     if cta.emulate:
         for part in parts:
             probabilities = cta.probabilities.at[place.buffer, part, rows][...].astype(jnp.float32)
-            output = output + jnp.dot(operand(part).astype(jnp.float32), probabilities.T)
+            operand = transposed(ready.loaded if part == 0 else load(part), emulate=True)
+            output = output + jnp.dot(operand.astype(jnp.float32), probabilities.T)
         plgpu.commit_smem()  # the slot has been read
         return output, refill()
 
     def multiply(acc: Ref) -> tuple[jax.Array, _Ready]:
         acc[...] = output
+        loaded = ready.loaded
         for part in parts:
             if part > 1:
                 plgpu.wgmma_wait(1)  # registers have room for the operands of two products
-            plgpu.wgmma(acc, operand(part), cta.probabilities.at[place.buffer, part, rows].transpose((1, 0)))
-        plgpu.wgmma_wait(1)
+            operand = transposed(loaded, emulate=False)
+            if part != parts[-1]:
+                loaded = load(part + 1)  # under the products: shared memory answers late
+            plgpu.wgmma(acc, operand, cta.probabilities.at[place.buffer, part, rows].transpose((1, 0)))
         following = refill()
         return acc[...], following
 

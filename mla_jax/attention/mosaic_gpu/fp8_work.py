@@ -19,6 +19,20 @@ class Fp8Queries(NamedTuple):
     rope: Ref  # [query_parts, 64, 64]
 
 
+class Span(NamedTuple):
+    """What this part works on, read once: see `TileSchedule.metadata`."""
+
+    begin_req: jax.Array
+    end_req: jax.Array
+    begin_block: jax.Array
+    end_block: jax.Array
+
+    @classmethod
+    def load(cls, metadata: Ref, part: jax.Array) -> "Span":
+        """The row of a part."""
+        return cls(*(metadata[part, column] for column in range(4)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Fp8Cta(Cta):
     """Everything the roles of one CTA share. Indices of signals and vectors are buffers of probabilities."""
@@ -29,6 +43,27 @@ class Fp8Cta(Cta):
     buffer_free: Signal  # both sides to the score role: this buffer has been used
     query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
     value_scale: Ref  # [1] float32
+    span: Span
+
+    @property
+    def begin_req(self) -> jax.Array:
+        """The first request of this part; B if the part is idle."""
+        return self.span.begin_req
+
+    @property
+    def begin_block(self) -> jax.Array:
+        """The first block of the first request."""
+        return self.span.begin_block
+
+    @property
+    def end_req(self) -> jax.Array:
+        """The last request of this part."""
+        return self.span.end_req
+
+    @property
+    def end_block(self) -> jax.Array:
+        """The end of the last request's blocks in this part."""
+        return self.span.end_block
 
     def decay(self, buffer: jax.Array) -> Ref:
         """[64] what the output so far is multiplied with before this buffer's values are added."""

@@ -109,6 +109,11 @@ class Cta:
         """The last request of this part."""
         return self.memory.metadata[self.part, 1]
 
+    @property
+    def end_block(self) -> jax.Array:
+        """The end of the last request's blocks in this part."""
+        return self.memory.metadata[self.part, 3]
+
     def existing(self, request: jax.Array) -> jax.Array:
         """The nearest request that exists, for reads whose result is not used."""
         return lax.max(lax.min(request, jnp.int32(self.problem.batch - 1)), jnp.int32(0))
@@ -119,11 +124,10 @@ class Cta:
 
     def segment(self, request: jax.Array) -> "Segment":
         """The blocks of `request` that are this part's."""
-        metadata, part = self.memory.metadata, self.part
         length = lax.min(self.memory.lens[request], jnp.int32(self.memory.table.shape[1] * PAGE))
         pages = lax.max(lax.div(length + (PAGE - 1), jnp.int32(PAGE)), jnp.int32(1))
         first = jnp.where(request == self.begin_req, self.begin_block, 0)
-        end = jnp.where(request == self.end_req, lax.min(metadata[part, 3], pages), pages)
+        end = jnp.where(request == self.end_req, lax.min(self.end_block, pages), pages)
         return Segment(request, length, first, lax.max(end, first + 1))
 
     def partial_slot(self, request: jax.Array) -> jax.Array:
