@@ -23,11 +23,14 @@ class Limits:
 
 
 def measure_limits(dtype: jnp.dtype, rounds: int = 5) -> Limits:
-    """A sum and a copy of an array far larger than any cache, and a large product in dtype (bf16 for 8-bit ones)."""
+    """A sum and a copy of an array far larger than any cache, and a large product in dtype (bf16 for 8-bit ones).
+
+    Of random numbers: products of equal ones take less power, and run faster where power is the limit.
+    """
     on_cpu = jax.default_backend() == "cpu"
     size, side = (2**26, 512) if on_cpu else (2**32, 8192)  # bytes; rows and columns
-    x = jnp.ones((size // 2 // 1024, 1024), jnp.bfloat16)
-    a = jnp.ones((side, side), dtype if jnp.dtype(dtype).itemsize > 1 else jnp.bfloat16)
+    x = _draw((size // 2 // 1024, 1024), jnp.bfloat16)
+    a = _draw((side, side), dtype if jnp.dtype(dtype).itemsize > 1 else jnp.bfloat16)
     programs = {
         "read": _program(lambda v: jnp.sum(v, axis=1, dtype=jnp.float32), x),
         "copy": _program(jnp.negative, x),
@@ -39,6 +42,11 @@ def measure_limits(dtype: jnp.dtype, rounds: int = 5) -> Limits:
         copy_gbps=round(2 * size / times["copy"].median / 1e9, 1),
         matmul_tflops=round(2 * side**3 / times["matmul"].median / 1e12, 3),
     )
+
+
+@jax.jit(static_argnums=(0, 1))
+def _draw(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), shape, dtype)
 
 
 def _program(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> Program:

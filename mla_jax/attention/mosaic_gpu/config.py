@@ -14,6 +14,7 @@ HALF = LATENT // 2  # value dims that one warpgroup accumulates; also the widest
 ROPE = DIM - LATENT
 TILE = 64  # dims per swizzled column tile of 128 bytes
 WARPGROUP = 128  # threads
+WORD = 32  # keys whose visibility is in one number of a tree mask
 SHARED_MEMORY = 232_448  # bytes that a CTA may have on Hopper
 REGISTERS = 504  # per thread index, over three warpgroups: each thread starts with 168, more do not exist
 LOG2E = math.log2(math.e)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from mla_jax.attention.mosaic_gpu.config import DIM, LATENT, ROWS, Problem, padded_rows
+from mla_jax.attention.mosaic_gpu.config import DIM, LATENT, ROWS, WORD, Problem, padded_rows
 
 
 def pack(q: Float[Array, "B S H 576"]) -> Float[Array, "B rows 576"]:
@@ -25,11 +25,17 @@ def unpack(
     return out[:, :used].reshape(*shape, LATENT), lse[:, :used].reshape(shape).swapaxes(1, 2)
 
 
-def tree_words(tree_mask: Bool[Array, "B S S"] | None, problem: Problem) -> Int32[Array, "B padded"]:
-    """[B, row_blocks * 64]: bit i of a row says whether it sees the i-th of the last S keys; [1, 1] without a mask."""
+def tree_words(tree_mask: Bool[Array, "B S S"] | None, problem: Problem) -> Int32[Array, "B words padded"]:
+    """[B, ceil(S / 32), row_blocks * 64]: bit i of word w of a row says whether it sees key 32 w + i of the last S.
+
+    [1, 1, 1] without a mask.
+    """
     if tree_mask is None:
-        return jnp.zeros((1, 1), jnp.int32)
-    bits = jnp.asarray(np.uint32(1) << np.arange(problem.tokens, dtype=np.uint32))
-    words = jnp.sum(jnp.where(tree_mask, bits[None, None, :], jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-    words = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32), problem.heads, axis=1)
-    return jnp.pad(words, ((0, 0), (0, problem.row_blocks * ROWS - words.shape[1])))
+        return jnp.zeros((1, 1, 1), jnp.int32)
+    tokens = problem.tokens
+    count = -(-tokens // WORD)
+    seen = jnp.pad(tree_mask, ((0, 0), (0, 0), (0, count * WORD - tokens))).reshape(-1, tokens, count, WORD)
+    bits = jnp.asarray(np.uint32(1) << np.arange(WORD, dtype=np.uint32))
+    words = jnp.sum(jnp.where(seen, bits, jnp.uint32(0)), axis=-1, dtype=jnp.uint32).swapaxes(1, 2)
+    words = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32), problem.heads, axis=2)
+    return jnp.pad(words, ((0, 0), (0, 0), (0, problem.row_blocks * ROWS - words.shape[2])))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE
+from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
 from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, make_visible, negate, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn
 
@@ -212,19 +212,25 @@ def visible_keys(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
     problem = cta.problem
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 1, layout=MATRIX) + block * PAGE
     if problem.tree:
-        rows = pl.ds(cta.row_block * ROWS, ROWS)
-        words = plgpu.load(cta.memory.tree.at[segment.request, rows], layout=ROW, optimized=False)
-        position = key - (segment.length - problem.tokens)
-        bit = lax.shift_right_logical(
-            lax.broadcast_in_dim(words, key.shape, [0]),
-            lax.max(lax.min(position, jnp.int32(31)), jnp.int32(0)),
-        )
-        return (key < segment.length) & ((position < 0) | ((bit & 1) == 1))
+        return (key < segment.length) & _seen_in_tree(cta, segment, key - (segment.length - problem.tokens))
     if not problem.causal or problem.tokens == 1:
         return key < segment.length
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 0, layout=MATRIX) + cta.row_block * ROWS
     limit = segment.length - (problem.tokens - 1) + lax.div(row, jnp.int32(problem.heads))
     return key < jnp.minimum(limit, segment.length)
+
+
+def _seen_in_tree(cta: Cta, segment: Segment, position: jax.Array) -> jax.Array:
+    """What the tree mask says of keys at these positions among the last S; those before are seen: [64, 64]."""
+    seen = position < 0
+    for word in range(cta.memory.tree.shape[1]):
+        rows = pl.ds(cta.row_block * ROWS, ROWS)
+        bits = plgpu.load(cta.memory.tree.at[segment.request, word, rows], layout=ROW, optimized=False)
+        bit = position - WORD * word
+        shift = lax.max(lax.min(bit, jnp.int32(WORD - 1)), jnp.int32(0))
+        is_set = (lax.shift_right_logical(lax.broadcast_in_dim(bits, shift.shape, [0]), shift) & 1) == 1
+        seen |= (bit == shift) & is_set
+    return seen
 
 
 def _clear_unowned_values(cta: Cta, segment: Segment, block: jax.Array, turn: Turn) -> None:

@@ -41,7 +41,7 @@ class Global(NamedTuple):
     metadata: Ref  # [parts, 8] int32
     num_splits: Ref  # [B + 1] int32
     scale: Ref  # [1] float32
-    tree: Ref  # [B, row_blocks * 64] int32, bit i: the row sees the i-th of the last S keys
+    tree: Ref  # [B, words, row_blocks * 64] int32, bit i of word w: the row sees key 32 w + i of the last S
     counters: Ref  # [B * row_blocks] int32, zeros
     out: Ref  # [B, rows, 512]
     lse: Ref  # [B, rows] float32
