@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, ROWS
-from mla_jax.attention.mosaic_gpu.hardware import count_out, wait_for_count
+from mla_jax.attention.mosaic_gpu.hardware import add_one, count_out, publish, wait_for_count
 from mla_jax.attention.mosaic_gpu.scores import LOWEST
 from mla_jax.attention.mosaic_gpu.work import Cta
 from mla_jax.schedule import TileSchedule
@@ -38,6 +38,22 @@ class _Share(NamedTuple):
 
     def slot(self, piece: jax.Array) -> jax.Array:
         return jnp.where(piece == 0, self.first_slot, self.second_part + piece - 1)
+
+
+def announce_pieces(cta: Cta) -> None:
+    """Say, once for all, that this role has left its pieces in the workspace; or each is announced when it is there."""
+    if cta.emulate:
+        return
+    publish()
+
+    def one(which: jax.Array, nothing: int) -> int:
+        first = which == 0
+        there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
+        request = cta.existing(jnp.where(first, cta.begin_req, cta.end_req))
+        pl.when(there & (cta.pieces(request) > 1))(lambda: add_one(cta.counter(request)))
+        return nothing
+
+    lax.fori_loop(0, 2, one, 0)
 
 
 def merge(cta: Cta, worker: jax.Array, workers: int) -> None:

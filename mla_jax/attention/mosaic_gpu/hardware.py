@@ -127,13 +127,22 @@ def store_rows(target: Ref, matrix: jax.Array, rows: int) -> None:
     store(target, matrix)
 
 
-def count_up(counter: Ref) -> None:
-    """Publish this warpgroup's stores to global memory, then add 1 to a counter there."""
+def publish() -> None:
+    """Let the whole GPU see this warpgroup's stores to global memory before what it stores, or counts, later."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def publish(ctx: Any, counter: Any) -> None:
+    @plgpu.inline_mgpu()
+    def fence(ctx: Any) -> None:
         mgpu_utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
         mgpu_utils.warpgroup_barrier()
+
+    fence()
+
+
+def add_one(counter: Ref) -> None:
+    """Add 1 to a counter in global memory, for this warpgroup."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def add(ctx: Any, counter: Any) -> None:
         mgpu_utils.inline_ptx(
             "red.release.gpu.global.add.u32 [$0], 1;",
             mgpu_utils.memref_ptr(counter),
@@ -141,7 +150,13 @@ def count_up(counter: Ref) -> None:
             has_side_effects=True,
         )
 
-    publish(counter)
+    add(counter)
+
+
+def count_up(counter: Ref) -> None:
+    """Publish this warpgroup's stores to global memory, then add 1 to a counter there."""
+    publish()
+    add_one(counter)
 
 
 def wait_for_count(counter: Ref, count: jax.Array) -> None:

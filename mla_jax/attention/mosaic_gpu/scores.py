@@ -248,8 +248,8 @@ def nonzero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1.0, total)
 
 
-def store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
-    """Natural-log lse of a whole request; base 2, beside the counter, of a piece."""
+def store_lse(cta: Cta, segment: Segment, softmax: Softmax, *, count: bool = True) -> None:
+    """Natural-log lse of a whole request; base 2 of a piece, which is counted if the caller does not do it later."""
     r = segment.request
     total = softmax.totals.sum(axis=1)
     lse = jnp.where(total == 0, -jnp.inf, softmax.top + jnp.log2(nonzero(total)))
@@ -266,5 +266,5 @@ def store_lse(cta: Cta, segment: Segment, softmax: Softmax) -> None:
     @pl.when(~whole)
     def _() -> None:
         cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, ROWS)][...] = lse
-        if not cta.emulate:
+        if count and not cta.emulate:
             count_up(cta.counter(r))
