@@ -55,7 +55,7 @@ def test_budgets(fields, reason):
             "built for 576 dims with 512 value dims, got 72 and 512",
         ),
         (Q, array((8, 16, 576)), {}, r"needs kv_cache \[pages, 64, 576\], got \(8, 16, 576\)"),
-        (array((2, 40, 1, 576)), CACHE, {"tree_mask": array((2, 40, 40), bool)}, "up to 32 tokens, got 40"),
+        (array((2, 300, 1, 576)), CACHE, {"tree_mask": array((2, 300, 300), bool)}, "up to 256 tokens, got 300"),
     ],
 )
 def test_reasons(q, cache, options, reason):
