@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Threads of XLA's pool on the CPU. The interpreter of GPU kernels blocks one in each role that waits for another: with
+# as many threads as a small machine has cores, nobody would be left to work.
+os.environ.setdefault("PJRT_NPROC", "8")
 
 import jax
 import jaxtyping

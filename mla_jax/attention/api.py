@@ -29,7 +29,8 @@ class Implementation:
     `cannot_run(q, kv_cache, d_v=…, tree_mask=…)` says in one sentence why this machine, or such a call, is out of
     reach; None means it can run. Called with no arrays it speaks of the machine alone. `schedule(q, kv_lens)` makes
     what `decode` takes as `schedule`; None for an implementation that takes none. With `host_scale`, `decode` gets
-    `logit_scale` as a number where it is known on the host, else as an array.
+    `logit_scale` as a number where it is known on the host, else as an array. Calls for which `only_named(q, kv_cache)`
+    is true go to others unless somebody names this one.
     """
 
     name: str
@@ -37,18 +38,17 @@ class Implementation:
     decode: Callable[..., tuple[jax.Array, jax.Array]]
     schedule: Callable[[Any, jax.Array], TileSchedule] | None = None
     host_scale: bool = False
+    only_named: Callable[[Any, Any], bool] = lambda q, kv_cache: False
 
 
 def _runs_anywhere(*_: Any, **__: Any) -> str | None:
     return None
 
 
-def _mosaic_gpu_decode(
-    *arrays: jax.Array, logit_scale: jax.Array, value_scale: None, d_v: int, **options: Any
-) -> tuple[jax.Array, jax.Array]:
+def _mosaic_gpu_decode(*arrays: jax.Array, d_v: int, **options: Any) -> tuple[jax.Array, jax.Array]:
     from mla_jax.attention.mosaic_gpu import launch  # Pallas takes a while to load
 
-    return launch.decode(*arrays, logit_scale=logit_scale, **options)
+    return launch.decode(*arrays, **options)
 
 
 def _mosaic_gpu_schedule(q: Any, kv_lens: jax.Array) -> TileSchedule:
@@ -63,11 +63,17 @@ def _flash_mla_decode(*arrays: jax.Array, **options: Any) -> tuple[jax.Array, ja
 
 _STATIC = ("d_v", "causal")
 # Fastest first: implementation=None takes the first that can run. flash_mla stands behind xla, so that only who names
-# it gets it: its FP8 path has not passed its tests on a GPU yet, and mosaic_gpu is faster for the rest.
+# it gets it: it needs torch in the process, and waits for it.
 IMPLEMENTATIONS = {
     i.name: i
     for i in (
-        Implementation("mosaic_gpu", requirements.cannot_run, _mosaic_gpu_decode, _mosaic_gpu_schedule),
+        Implementation(
+            "mosaic_gpu",
+            requirements.cannot_run,
+            _mosaic_gpu_decode,
+            _mosaic_gpu_schedule,
+            only_named=requirements.only_named,
+        ),
         Implementation("xla", _runs_anywhere, jax.jit(xla.decode, static_argnames=_STATIC)),
         Implementation("flash_mla", flash_mla.cannot_run, _flash_mla_decode, flash_mla.schedule_for, host_scale=True),
         Implementation("reference", _runs_anywhere, jax.jit(reference.decode, static_argnames=_STATIC)),
@@ -192,7 +198,10 @@ def implementation_for(
 
 
 def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: Any) -> Implementation:
-    names = tuple(IMPLEMENTATIONS) if wanted is None else (wanted,) if isinstance(wanted, str) else wanted
+    if wanted is None:
+        names: Any = tuple(name for name, i in IMPLEMENTATIONS.items() if not i.only_named(q, kv_cache))
+    else:
+        names = (wanted,) if isinstance(wanted, str) else wanted
     if not isinstance(names, list | tuple):
         raise InputError(f"implementation must be a name, a list or tuple of names or None, got {wanted!r}.")
     for name in names:

@@ -25,6 +25,11 @@ GPU_CASES = (
     "bf16_b1_h16_s1_131k",
     "bf16_imbalanced_h16_s4",
     "fp16_b128_h128_s1_4k~",
+    *(f"fp8_b128_h{h}_s1_4k~" for h in (16, 32, 64, 128)),
+    "fp8_b128_h128_s1_16k~",
+    *(f"fp8_b128_h128_s2_{k}k~" for k in (4, 16)),
+    *(f"fp8_b{b}_h128_s1_8k" for b in (1, 16)),
+    *(f"fp8_ds_mla_b128_h{h}_s1_4k~" for h in (16, 128)),
 )
 CPU_CASES = ("fp32_b1_h16_s1_4k", "fp32_b8_h16_s1_1k~", "fp32_b8_h16_s4_1k~", "bf16_b8_h16_s1_1k~")
 
@@ -41,7 +46,7 @@ class Case:
         name: `{format}_b{B}_h{H}_s{S}_{K}k`: cache format, requests, heads, new tokens, K · 1024 tokens in the cache of
             each. With `~` lengths are drawn from a normal distribution, σ = mean / 2. `imbalanced` in place of
             `b{B}`: one request of 45118 tokens among three of a few thousand.
-        format: of the cache; queries are in it too, or in bf16 with an FP8 cache.
+        format: of the cache, `fp8` short for fp8_e4m3; queries are in it too, or in bf16 for fp8_ds_mla.
     """
 
     name: str
@@ -89,9 +94,9 @@ class Case:
 
     @property
     def query_dtype(self) -> jnp.dtype:
-        """Of q and out."""
+        """Of q."""
         dtype = kv_format(self.format).dtype
-        return jnp.dtype(jnp.bfloat16) if dtype in (jnp.float8_e4m3fn, jnp.uint8) else jnp.dtype(dtype)
+        return jnp.dtype(jnp.bfloat16) if dtype == jnp.uint8 else jnp.dtype(dtype)
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,12 @@ def make_arrays(case: Case, calls: int) -> Arrays:
     keys = jax.random.split(jax.random.key(0), calls + 1)
     shape = (len(lens), case.tokens, case.heads, DIM)
     queries = [_draw(key, shape, case.query_dtype) for key in keys[1:]]
-    latents = _draw(keys[0], (int(pages.sum()), PAGE_SIZE, DIM), case.query_dtype)
+    drawn_as = jnp.dtype(jnp.bfloat16) if case.query_dtype.itemsize == 1 else case.query_dtype
+    latents = _draw(keys[0], (int(pages.sum()), PAGE_SIZE, DIM), drawn_as)
     cache = jax.jit(quantize_kv, static_argnums=1)(latents, case.format)
     return Arrays(queries, cache, jnp.asarray(table), jnp.asarray(lens))
 
 
 @jax.jit(static_argnums=(1, 2))
 def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jax.random.normal(key, shape, dtype)
+    return jax.random.normal(key, shape, jnp.bfloat16 if dtype.itemsize == 1 else dtype).astype(dtype)

@@ -176,14 +176,18 @@ def peer_cannot_run() -> str | None:
 def flash_mla(case: Case, arrays: Arrays) -> Program:
     """The same calls of FlashMLA's own kernels, in a graph that torch captures.
 
+    Of its bf16 kernel for fp8_ds_mla, which its other kernels read with a list of tokens for each query only.
+
     Raises NotImplementedError in one sentence if they cannot run here.
     """
-    if arrays.cache.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"FlashMLA's dense kernel takes caches in bf16 and fp16 here, not {case.format}.")
+    if arrays.cache.dtype == jnp.float32:
+        raise NotImplementedError(f"FlashMLA's dense kernels take no caches in {case.format}.")
     reason = peer_cannot_run()
     if reason is not None:
         raise NotImplementedError(f"FlashMLA cannot run: {reason.rstrip('.')}.")
     from flash_mla_jax import replay
 
+    if arrays.cache.dtype == jnp.uint8:
+        arrays = make_arrays(dataclasses.replace(case, format="bf16"), len(arrays.queries))
     start, wait = replay.dense_decode(arrays.queries, arrays.cache, arrays.block_table, arrays.kv_lens, LATENT, SCALE)
     return Program(start, wait)

@@ -14,19 +14,21 @@ class Fp8Config:
     query_parts: e4m3 arrays that queries are the sum of: 1 for e4m3 queries, 2 for bf16 ones.
     slots: key blocks in flight in shared memory, as bytes of the cache.
     score_registers, value_registers: per thread of each role.
+    count_last: say of all pieces at the end that they are there, not of each when it is: that takes a microsecond.
     """
 
     query_parts: int = 1
     slots: int = 4
     score_registers: int = 120
     value_registers: int = 192
+    count_last: bool = True
 
     def __post_init__(self) -> None:
         if self.query_parts not in (1, 2):
             raise ValueError(f"{self.query_parts=}: it must be 1 or 2")
         if self.slots < 2:
             raise ValueError(f"{self.slots=}: one slot loads while another is used, so there must be at least 2")
-        if (used := self.shared_memory(rows=8)) > SHARED_MEMORY:
+        if (used := shared_memory(self.slots, self.query_parts, rows=8)) > SHARED_MEMORY:
             raise ValueError(
                 f"{self.slots=} needs {used} bytes of shared memory, a CTA has {SHARED_MEMORY}: lower slots"
             )
@@ -49,10 +51,10 @@ class Fp8Config:
         """Slots of either side."""
         return self.slots
 
-    def shared_memory(self, rows: int) -> int:
-        """Bytes per CTA with so many query rows: keys and queries of one byte, 16-bit probabilities, float32 vectors
-        of 64 rows, barriers.
-        """
-        keys = ROWS * (2 * HALF + ROPE) * (self.slots + self.query_parts)
-        vectors = -(-(2 * BUFFERS + 1) * ROWS * 4 // 1024) * 1024
-        return keys + BUFFERS * 2 * rows * PAGE + vectors + 8 * (2 * self.slots + 3 * BUFFERS)
+
+def shared_memory(slots: int, query_parts: int, rows: int) -> int:
+    """Bytes per CTA with so many query rows: keys and queries of one byte, 16-bit probabilities, float32 vectors of 64
+    rows, barriers."""
+    keys = ROWS * (2 * HALF + ROPE) * (slots + query_parts)
+    vectors = -(-(2 * BUFFERS + 1) * ROWS * 4 // 1024) * 1024
+    return keys + BUFFERS * 2 * rows * PAGE + vectors + 8 * (2 * slots + 3 * BUFFERS)

@@ -1,6 +1,5 @@
 """Instructions without a name in Pallas that FP8 needs: values transposed on their way to registers, results back."""
 
-import itertools
 import math
 from typing import Any
 
@@ -28,7 +27,7 @@ LINE = 64  # bytes of a key in a tile
 ROW_TILE = 8 * HALF  # bytes of 8 keys
 DIMS = 8  # neighbouring dims that a thread has of every key
 _WORDS = HALF * KEYS_AT_ONCE // 4
-_LOADED = plgpu.ShapeDtypeStruct((_WORDS,), jnp.int32, layout=plgpu.Layout.WG_STRIDED((_WORDS,), vec_size=1))
+_LOADED = plgpu.ShapeDtypeStruct((_WORDS,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((_WORDS,), vec_size=1))
 
 
 def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
@@ -40,7 +39,7 @@ def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
     def load(ctx: Any, values: Any) -> Any:
         first, second = _addresses(mgpu_utils.memref_ptr(values))
         i32_ = ir.IntegerType.get_signless(32)
-        words = []
+        words: list[Any] = []
         for keys in range(KEYS_AT_ONCE // 8):
             offset = (part * KEYS_AT_ONCE // 8 + keys) * ROW_TILE
             words += mgpu_utils.inline_ptx(
@@ -51,7 +50,8 @@ def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
                 has_side_effects=True,
             )
         one = ir.VectorType.get((1,), i32_)
-        registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
+        numbers: list[Any] = [vector.from_elements(one, [word]) for word in words]
+        registers = np.array(numbers, dtype=object)
         return mgpu.FragmentedArray(_registers=registers, _layout=_loaded_layout(), _is_signed=True)
 
     return load(values)
@@ -65,7 +65,7 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
     """
     if emulate:
         return loaded.astype(jnp.float16).T
-    result = plgpu.ShapeDtypeStruct((HALF, KEYS_AT_ONCE), jnp.float16, layout=LAYOUT)
+    result = plgpu.ShapeDtypeStruct((HALF, KEYS_AT_ONCE), jnp.dtype(jnp.float16), layout=LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(_LOADED.layout,), return_type=result)
     def widen(ctx: Any, loaded: Any) -> Any:
@@ -180,24 +180,25 @@ def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: b
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(PART), LAYOUT))
     def store(ctx: Any, target: Any, matrix: Any) -> None:
         warp, row, pair = _position()
-        used = arith.cmpi(arith.CmpIPredicate.ult, times(warp, 16), i32(rows))
-        branch: Any = scf.IfOp(used)  # type: ignore[call-arg]
-        with ir.InsertionPoint(branch.then_block):
-            line = arith.addi(times(warp, 16 * 32), times(row, 32))
-            flipped = times(arith.divui(row, i32(4)), 16)  # the swizzle: rows 4 to 7 of 8 swap their two chunks
-            base = at_byte(mgpu_utils.memref_ptr(target), arith.addi(line, times(pair, 4)))
-            chunks = [at_byte(base, flipped), at_byte(base, arith.subi(i32(16), flipped))]
-            for columns, below in itertools.product(range(PAGE // 8), range(min(2, -(-rows // 8)))):
-                register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
-                two = [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
-                offset = (columns // 2) * rows * 32 + below * 8 * 32
-                mgpu_utils.inline_ptx(
-                    f"{{ .reg .b32 w; cvt.rn.f16x2.f32 w, $1, $0; st.shared.b32 [$2 + {offset}], w; }}",
-                    *two,
-                    chunks[columns % 2],
-                    has_side_effects=True,
-                )
-            scf.yield_([])
+        line = arith.addi(times(warp, 16 * 32), times(row, 32))
+        flipped = times(arith.divui(row, i32(4)), 16)  # the swizzle: rows 4 to 7 of 8 swap their two chunks
+        base = at_byte(mgpu_utils.memref_ptr(target), arith.addi(line, times(pair, 4)))
+        chunks = [at_byte(base, flipped), at_byte(base, arith.subi(i32(16), flipped))]
+        for below in range(2):  # a warp has 8 rows, and 8 below them
+            used = arith.cmpi(arith.CmpIPredicate.ult, arith.addi(times(warp, 16), i32(8 * below)), i32(rows))
+            branch: Any = scf.IfOp(used)  # type: ignore[call-arg]
+            with ir.InsertionPoint(branch.then_block):
+                for columns in range(PAGE // 8):
+                    register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
+                    two = [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
+                    offset = (columns // 2) * rows * 32 + below * 8 * 32
+                    mgpu_utils.inline_ptx(
+                        f"{{ .reg .b32 w; cvt.rn.f16x2.f32 w, $1, $0; st.shared.b32 [$2 + {offset}], w; }}",
+                        *two,
+                        chunks[columns % 2],
+                        has_side_effects=True,
+                    )
+                scf.yield_([])
 
     store(target, matrix)
 
@@ -206,7 +207,7 @@ def differs_from_one(factor: Ref, *, emulate: bool) -> jax.Array:
     """Whether any of a few float32 numbers in shared memory is not 1, for the columns of each warp: 0 or 1."""
     if emulate:
         return jnp.any(factor[...] != 1).astype(jnp.int32)
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    result = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def look(ctx: Any, factor: Any) -> Any:

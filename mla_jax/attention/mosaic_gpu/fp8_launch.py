@@ -6,13 +6,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, Problem
-from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config
+from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, SHARED_MEMORY, Problem, padded_rows
+from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config, shared_memory
 from mla_jax.attention.mosaic_gpu.fp8_kernel import run_fp8_kernel
 from mla_jax.attention.mosaic_gpu.packing import pack, tree_words, unpack
 from mla_jax.schedule import TileSchedule
 
 LARGEST = 6  # binary exponent of a row's largest number: reduce_precision's 4 bits of exponent end at 240
+
+FEW_ROWS = 32  # accumulators for so many leave registers to the score role
+
+
+def fp8_config_for(q: jax.ShapeDtypeStruct | jax.Array) -> Fp8Config:
+    """The configuration for calls with queries of this shape and dtype: as many slots as there is room for."""
+    rows = min(ROWS, padded_rows(q.shape[1] * q.shape[2]))
+    parts = 1 if q.dtype == jnp.float8_e4m3fn else 2
+    registers: dict[str, Any] = {"score_registers": 184, "value_registers": 160} if rows <= FEW_ROWS else {}
+    fits = [n for n in range(2, 6) if shared_memory(n, parts, rows) <= SHARED_MEMORY]
+    return Fp8Config(query_parts=parts, slots=fits[-1], **registers)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "causal", "interpret"))

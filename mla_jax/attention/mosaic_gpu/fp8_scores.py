@@ -36,11 +36,11 @@ def score(cta: Fp8Cta) -> None:
 
     def request(r: jax.Array, place: Place) -> Place:
         segment = cta.segment(r)
+        rows = pl.ds(cta.row_block * ROWS, ROWS)
+        logit_scale = plgpu.load(cta.query_scale.at[r, rows], layout=ROW, optimized=False) * (jnp.abs(scale) * LOG2E)
         for part in range(config.query_parts):
             _take_queries(cta, place, part, negative=scale < 0)
             place = place.after(config)
-        rows = pl.ds(cta.row_block * ROWS, ROWS)
-        logit_scale = plgpu.load(cta.query_scale.at[r, rows], layout=ROW, optimized=False) * (jnp.abs(scale) * LOG2E)
 
         def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Place]) -> Any:
             softmax, products, place = carry
@@ -58,7 +58,7 @@ def score(cta: Fp8Cta) -> None:
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, place = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
         softmax = _publish(cta, segment, last, place, softmax, products, logit_scale, masked=True, last=True)
-        store_lse(cta, segment, softmax)
+        store_lse(cta, segment, softmax, count=not config.count_last)
         return place.after(config)
 
     cta.for_each_request(request, Place.start())

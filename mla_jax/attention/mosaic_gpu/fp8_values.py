@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, ROWS
+from mla_jax.attention.mosaic_gpu.config import HALF, PAGE
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     COLUMN,
@@ -45,13 +45,14 @@ _Carry = tuple[jax.Array, _Ready, Place, Upcoming]
 def accumulate(cta: Fp8Cta, side: Side) -> None:
     """Add up the values of every block of every request, write the output, and refill what was used."""
     config = cta.config
+    value_scale = cta.value_scale[0]
     for buffer in range(BUFFERS):
         cta.buffer_free.send(jnp.int32(buffer))
 
     def request(r: jax.Array, carry: tuple[Place, Upcoming]) -> tuple[Place, Upcoming]:
         place, item = carry
-        segment = cta.segment(r)
-        for _ in range(config.query_parts):
+        segment, whole = cta.segment(r), cta.pieces(r) == 1  # read long before they are needed
+        for _part in range(config.query_parts):
             _await(cta, side, place)  # the queries have been taken
             item = fill(cta, side, place.slot, item)
             cta.buffer_free.send(place.buffer)
@@ -64,26 +65,23 @@ def accumulate(cta: Fp8Cta, side: Side) -> None:
             return output, ready, place.after(config), item.after(cta)
 
         output = plgpu.layout_cast(jnp.zeros((HALF, cta.problem.copied_rows), jnp.float32), LAYOUT)
-        carry = (output, _await_block(cta, side, place), place, item)
-        output, ready, place, item = lax.fori_loop(segment.first, segment.end - 1, block, carry)
+        start = (output, _await_block(cta, side, place), place, item)
+        output, ready, place, item = lax.fori_loop(segment.first, segment.end - 1, block, start)
         output, _ = _add_block(cta, side, output, ready, place, item, last=True)
         total = plgpu.load(
             cta.total(place.buffer).at[pl.ds(0, cta.problem.copied_rows)], layout=COLUMN, optimized=False
         )
-        factor = cta.value_scale[0] / nonzero(total)
+        factor = value_scale / nonzero(total)
         cta.buffer_free.send(place.buffer)
         output = output * lax.broadcast_in_dim(factor, output.shape, [1])
-        whole = cta.pieces(r) == 1
-        columns = pl.ds(side * HALF, HALF)
-        out = cta.memory.out.at[r, cta.rows, columns]
+        rows, columns = cta.rows, pl.ds(side * HALF, HALF)
+        out, piece = cta.memory.out.at[r, rows, columns], cta.memory.part_out.at[cta.partial_slot(r), rows, columns]
         pl.when(whole)(lambda: store_transposed(out, output, emulate=cta.emulate))
 
         @pl.when(~whole)
-        def _() -> None:
-            rows = pl.ds(cta.row_block * ROWS, cta.problem.copied_rows)
-            piece = cta.memory.part_out.at[cta.partial_slot(r), rows, columns]
+        def _piece() -> None:
             store_transposed(piece, output, emulate=cta.emulate)
-            if not cta.emulate:
+            if not (config.count_last or cta.emulate):
                 count_up(cta.counter(r))
 
         return place.after(config), item.after(cta)
@@ -152,4 +150,4 @@ def _add_block(
         following = refill()
         return acc[...], following
 
-    return pl.run_scoped(multiply, plgpu.ACC(output.shape, output.dtype))
+    return pl.run_scoped(multiply, plgpu.ACC((HALF, cta.problem.copied_rows), output.dtype))

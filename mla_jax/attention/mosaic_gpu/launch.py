@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig, Problem
+from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
 from mla_jax.attention.mosaic_gpu.kernel import run_kernel
 from mla_jax.attention.mosaic_gpu.packing import pack, tree_words, unpack
 from mla_jax.attention.mosaic_gpu.requirements import num_sms
@@ -22,6 +23,7 @@ def decode(
     kv_lens: Int32[Array, " B"],
     *,
     logit_scale: float | Float32[Array, ""],
+    value_scale: Float32[Array, ""] | None = None,
     causal: bool = True,
     tree_mask: Bool[Array, "B S S"] | None = None,
     schedule: TileSchedule | None = None,
@@ -32,7 +34,8 @@ def decode(
     one step should share theirs.
 
     Returns:
-        out in q's dtype, lse float32 in natural log; a row that sees no key has out 0 and lse -inf.
+        out in q's dtype, bf16 for an e4m3 q, lse float32 in natural log; a row that sees no key has out 0 and lse
+        -inf.
 
     Raises:
         ValueError: a schedule of more parts than this GPU runs at once, or for other requests.
@@ -47,9 +50,13 @@ def decode(
         schedule = schedule_for(q, kv_lens)
     else:
         _check_schedule(schedule, q)
-    _, tokens, _, _ = q.shape
+    tokens = q.shape[1]
     scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
     causal = causal and tokens > 1  # one kernel for one token
+    if kv_cache.dtype == jnp.float8_e4m3fn:
+        value_scale = jnp.ones(1) if value_scale is None else jnp.asarray(value_scale, jnp.float32).reshape(1)
+        fp8, arrays = fp8_config_for(q), (q, kv_cache, block_table, kv_lens, scale, value_scale)
+        return decode_fp8_with(fp8, *arrays, tree_mask, schedule, causal=causal)
     return decode_with(config_for(q), q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
 
 

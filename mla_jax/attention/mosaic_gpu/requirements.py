@@ -28,6 +28,11 @@ def cannot_run(q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_m
     return None
 
 
+def only_named(q: Any, kv_cache: Any) -> bool:
+    """Whether only who names this implementation gets it: not all of the FP8 kernel's tests have run on a GPU yet."""
+    return kv_cache is not None and kv_cache.dtype == jnp.float8_e4m3fn
+
+
 def num_sms() -> int:
     """Streaming multiprocessors of the GPU that calls run on."""
     return _device(None).core_count
@@ -42,9 +47,14 @@ def _device(q: Any) -> Any:
 
 
 def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | None:
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
+    if kv_cache.dtype == jnp.uint8:
+        return "it has no kernel for caches in fp8_ds_mla yet"
+    if kv_cache.dtype == jnp.float8_e4m3fn:
+        if q.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
+            return f"with a cache in float8_e4m3fn it takes q in bfloat16 or float8_e4m3fn, got {q.dtype}"
+    elif q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it computes in bfloat16 or float16, got q in {q.dtype}"
-    if kv_cache.dtype != q.dtype:
+    elif kv_cache.dtype != q.dtype:
         return f"it needs q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
     if q.shape[-1] != DIM or d_v != LATENT:
         return f"it is built for {DIM} dims with {LATENT} value dims, got {q.shape[-1]} and {d_v}"

@@ -1,0 +1,43 @@
+"""The FP8 kernel in Pallas' interpreter, with race detection: every role and signal, no GPU."""
+
+import jax.numpy as jnp
+import pytest
+from fp8_problems import assert_fp8_close, fp8_arrays
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from problems import Problem
+
+from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
+from mla_jax.schedule import tile_schedule
+
+CASES = {
+    "edges, one part": (Problem((0, 1, 63, 64, 65)), 1),
+    "split request": (Problem((400, 64), tokens=2, heads=32), 3),
+    "two row blocks": (Problem((65, 129), heads=126), 2),
+    "tree": (Problem((70, 3), tokens=3, heads=4, tree=True), 1),
+    "shorter than its queries": (Problem((1, 2), tokens=4, heads=3), 2),
+    "negative scale": (Problem((66,), heads=8, scale=-0.1), 1),
+}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_float64(name, q_dtype, capfd):
+    problem, parts = CASES[name]
+    kv_scale = 0.25
+    q, cache, table, lens, mask = arrays = fp8_arrays(problem, q_dtype, 1 / kv_scale)
+    scales = (jnp.full((1,), problem.scale * kv_scale, jnp.float32), jnp.full((1,), kv_scale, jnp.float32))
+    out, lse = decode_fp8_with(
+        fp8_config_for(q),
+        q,
+        cache,
+        table,
+        lens,
+        *scales,
+        mask,
+        tile_schedule(lens, parts),
+        causal=problem.causal,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert_fp8_close(out, lse, problem, arrays, kv_scale)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
