@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mla_jax.attention.api import IMPLEMENTATIONS, implementation_for
 from mla_jax.attention.mosaic_gpu.config import SHARED_MEMORY
 from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config, shared_memory
 from mla_jax.attention.mosaic_gpu.fp8_launch import fp8_config_for, split_queries
@@ -35,7 +36,7 @@ def test_every_shape_fits(tokens, heads, dtype):
     assert config.query_parts == (1 if dtype == jnp.float8_e4m3fn else 2)
 
 
-@pytest.mark.parametrize("size", [1e-38, 3e-6, 1.0, 1e4, 1e38])
+@pytest.mark.parametrize("size", [1e-38, 3e-6, 1.0, 1e4, 1e37])
 def test_a_bf16_query_is_the_sum_of_two_bytes(size):
     q = (jax.random.normal(jax.random.key(0), (3, 8, 576)) * size).astype(jnp.bfloat16)
     q = q.at[0, 0].set(0)
@@ -61,3 +62,13 @@ def test_reasons(q, cache, reason):
     width = 656 if cache == "uint8" else 576
     found = cannot_run(jax.ShapeDtypeStruct((2, 1, 16, 576), q), jax.ShapeDtypeStruct((8, 64, width), cache))
     assert found is not None and reason in found
+
+
+def test_only_who_names_it_gets_it():
+    q, cache = (
+        jax.ShapeDtypeStruct((2, 1, 16, 576), jnp.bfloat16),
+        jax.ShapeDtypeStruct((8, 64, 576), jnp.float8_e4m3fn),
+    )
+    kernel = IMPLEMENTATIONS["mosaic_gpu"]
+    assert kernel.only_named(q, cache) and not kernel.only_named(q, jax.ShapeDtypeStruct((8, 64, 576), jnp.bfloat16))
+    assert implementation_for(None, q, cache) == "xla"
