@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import add_one, count_out, publish, wait_for_count
 from mla_jax.attention.mosaic_gpu.scores import LOWEST
-from mla_jax.attention.mosaic_gpu.work import Cta
+from mla_jax.attention.mosaic_gpu.work import Work
 from mla_jax.schedule import TileSchedule
 
 VECTOR = plgpu.Layout.WG_STRIDED((LATENT,), vec_size=4)
@@ -40,7 +40,7 @@ class _Share(NamedTuple):
         return jnp.where(piece == 0, self.first_slot, self.second_part + piece - 1)
 
 
-def announce_pieces(cta: Cta) -> None:
+def announce_pieces(cta: Work) -> None:
     """Say, once for all, that this role has left its pieces in the workspace; or each is announced when it is there."""
     if cta.emulate:
         return
@@ -56,7 +56,7 @@ def announce_pieces(cta: Cta) -> None:
     lax.fori_loop(0, 2, one, 0)
 
 
-def merge(cta: Cta, worker: jax.Array, workers: int) -> None:
+def merge(cta: Work, worker: jax.Array, workers: int) -> None:
     """Merge a share of the rows of the first and the last request of this part, if others share them.
 
     Every part of a shared request merges 1 / pieces of its rows once all pieces are there. This cannot
@@ -84,7 +84,7 @@ def merge(cta: Cta, worker: jax.Array, workers: int) -> None:
     lax.fori_loop(0, 2, one, 0)
 
 
-def _share(cta: Cta, request: jax.Array, first: jax.Array, worker: jax.Array, workers: int) -> _Share:
+def _share(cta: Work, request: jax.Array, first: jax.Array, worker: jax.Array, workers: int) -> _Share:
     memory, problem = cta.memory, cta.problem
     pieces = cta.pieces(request)
     mine = jnp.where(first, memory.metadata[cta.part, 4], 0)  # the index of this part's piece
@@ -97,7 +97,7 @@ def _share(cta: Cta, request: jax.Array, first: jax.Array, worker: jax.Array, wo
     return _Share(request, pieces, first_slot, first_part + 1, begin, end)
 
 
-def _merge_rows(cta: Cta, share: _Share, *, rows: int, unroll: int) -> None:
+def _merge_rows(cta: Work, share: _Share, *, rows: int, unroll: int) -> None:
     """Merge a share, `rows` at a time, reading `unroll` pieces of each at once."""
     memory, problem, pieces = cta.memory, cta.problem, share.pieces
 

@@ -14,14 +14,12 @@ class Fp8Config:
     query_parts: e4m3 arrays that queries are the sum of: 1 for e4m3 queries, 2 for bf16 ones.
     slots: key blocks in flight in shared memory, as bytes of the cache.
     score_registers, value_registers: per thread of each role.
-    count_last: say of all pieces at the end that they are there, not of each when it is: that takes a microsecond.
     """
 
     query_parts: int = 1
     slots: int = 4
     score_registers: int = 120
     value_registers: int = 192
-    count_last: bool = True
 
     def __post_init__(self) -> None:
         if self.query_parts not in (1, 2):
@@ -40,16 +38,6 @@ class Fp8Config:
                 f"{registers=} with two value warpgroups need {used} registers per thread index, a CTA has "
                 f"{REGISTERS} (with more it would wait for them for ever): lower value_registers"
             )
-
-    @property
-    def left_slots(self) -> int:
-        """Slots of either side: both halves of a block share an index."""
-        return self.slots
-
-    @property
-    def right_slots(self) -> int:
-        """Slots of either side."""
-        return self.slots
 
 
 def shared_memory(slots: int, query_parts: int, rows: int) -> int:

@@ -8,7 +8,7 @@ A block passes shared memory once, as bytes. Queries in bf16 are the sum of two 
 products, too, take the cache as it is.
 """
 
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.combine import merge, merge_outside
+from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge, merge_outside
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import accumulate
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries, Span
-from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal, count_up
+from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
 from mla_jax.attention.mosaic_gpu.kernel import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT
 from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
 from mla_jax.schedule import TileSchedule
@@ -119,7 +119,7 @@ def _cta_body(
         next_id += BUFFERS
         return made
 
-    part, unused = lax.axis_index("part"), cast(Any, None)
+    part = lax.axis_index("part")
     cta = Fp8Cta(
         config=config,
         problem=problem,
@@ -133,8 +133,6 @@ def _cta_body(
         right_full=scratch["right_full"],
         scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
         buffer_free=signal("buffer_free", 3),
-        next_scores_done=unused,
-        right_done=unused,
         query_scale=query_scale,
         value_scale=value_scale,
         span=Span.load(memory.metadata, part),
@@ -147,32 +145,16 @@ def _cta_body(
     def _() -> None:
         _set_registers(config.score_registers)
         score(cta)
-        _count_pieces(cta)
+        announce_pieces(cta)
 
     @pl.when(role != SCORE)
     def _() -> None:
         _set_registers(config.value_registers)
         pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
         pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
-        _count_pieces(cta)
+        announce_pieces(cta)
         if not emulate:
             merge(cta, role - VALUES_LEFT, workers=2)
-
-
-def _count_pieces(cta: Fp8Cta) -> None:
-    """Say that this role has left its pieces of the requests that other parts share: the first and the last."""
-    if cta.emulate or not cta.config.count_last:
-        return
-
-    def one(which: jax.Array, nothing: int) -> int:
-        first = which == 0
-        request = jnp.where(first, cta.begin_req, cta.end_req)
-        there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
-        request = cta.existing(request)
-        pl.when(there & (cta.pieces(request) > 1))(lambda: count_up(cta.counter(request)))
-        return nothing
-
-    lax.fori_loop(0, 2, one, 0)
 
 
 def _set_registers(count: int) -> None:

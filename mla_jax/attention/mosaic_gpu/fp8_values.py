@@ -26,7 +26,7 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     transposed,
 )
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
-from mla_jax.attention.mosaic_gpu.hardware import count_up, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.scores import nonzero
 from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all, start_copy
 from mla_jax.attention.mosaic_gpu.work import Ref, Side
@@ -77,13 +77,7 @@ def accumulate(cta: Fp8Cta, side: Side) -> None:
         rows, columns = cta.rows, pl.ds(side * HALF, HALF)
         out, piece = cta.memory.out.at[r, rows, columns], cta.memory.part_out.at[cta.partial_slot(r), rows, columns]
         pl.when(whole)(lambda: store_transposed(out, output, emulate=cta.emulate))
-
-        @pl.when(~whole)
-        def _piece() -> None:
-            store_transposed(piece, output, emulate=cta.emulate)
-            if not (config.count_last or cta.emulate):
-                count_up(cta.counter(r))
-
+        pl.when(~whole)(lambda: store_transposed(piece, output, emulate=cta.emulate))
         return place.after(config), item.after(cta)
 
     cta.for_each_request(request, (Place.start(), fill_all(cta, side)))

@@ -1,14 +1,14 @@
 """What a CTA of the FP8 kernel works with, beside what those of the bf16 kernel have."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.hardware import Signal
-from mla_jax.attention.mosaic_gpu.work import Cta, Ref
+from mla_jax.attention.mosaic_gpu.work import Ref, Work
 
 
 class Fp8Queries(NamedTuple):
@@ -34,10 +34,10 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Cta(Cta):
-    """Everything the roles of one CTA share. Indices of signals and vectors are buffers of probabilities."""
+class Fp8Cta(Work):
+    """What the roles of the FP8 kernel share. Indices of signals and vectors are buffers of probabilities."""
 
-    config: Any  # Fp8Config
+    config: Fp8Config
     queries: Fp8Queries
     probabilities: Ref  # [BUFFERS, 4, copied_rows, 16] float16: 16 keys each
     buffer_free: Signal  # both sides to the score role: this buffer has been used
@@ -64,19 +64,6 @@ class Fp8Cta(Cta):
     def end_block(self) -> jax.Array:
         """The end of the last request's blocks in this part."""
         return self.span.end_block
-
-    def decay(self, buffer: jax.Array) -> Ref:
-        """[64] what the output so far is multiplied with before this buffer's values are added."""
-        return self.row_vectors.at[buffer]
-
-    def total(self, buffer: jax.Array) -> Ref:
-        """[64] sum of the probabilities up to this buffer."""
-        return self.row_vectors.at[BUFFERS + buffer]
-
-    @property
-    def lse_stage(self) -> Ref:
-        """[64] lse on its way to device memory."""
-        return self.row_vectors.at[2 * BUFFERS]
 
 
 class Place(NamedTuple):

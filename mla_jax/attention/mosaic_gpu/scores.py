@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
 from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, make_visible, negate, warpgroup_barrier
-from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn
+from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn, Work
 
 MATRIX = plgpu.Layout.WGMMA
 ROW = MATRIX.reduce(1)  # one value per row of a MATRIX
@@ -199,7 +199,7 @@ def advance(
     return Softmax(top, totals), decay, probabilities
 
 
-def first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
+def first_masked_block(cta: Work, length: jax.Array) -> jax.Array:
     """The first block with a key that some row must not see."""
     seen_by_all = length - (cta.problem.tokens if cta.problem.tree else cta.problem.tokens - 1)
     if not (cta.problem.causal or cta.problem.tree):
@@ -207,7 +207,7 @@ def first_masked_block(cta: Cta, length: jax.Array) -> jax.Array:
     return lax.div(lax.max(seen_by_all, jnp.int32(0)), jnp.int32(PAGE))
 
 
-def visible_keys(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
+def visible_keys(cta: Work, segment: Segment, block: jax.Array) -> jax.Array:
     """Which keys of a block each row sees: [64, 64]."""
     problem = cta.problem
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 1, layout=MATRIX) + block * PAGE
@@ -220,7 +220,7 @@ def visible_keys(cta: Cta, segment: Segment, block: jax.Array) -> jax.Array:
     return key < jnp.minimum(limit, segment.length)
 
 
-def _seen_in_tree(cta: Cta, segment: Segment, position: jax.Array) -> jax.Array:
+def _seen_in_tree(cta: Work, segment: Segment, position: jax.Array) -> jax.Array:
     """What the tree mask says of keys at these positions among the last S; those before are seen: [64, 64]."""
     seen = position < 0
     for word in range(cta.memory.tree.shape[1]):
@@ -248,7 +248,7 @@ def nonzero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1.0, total)
 
 
-def store_lse(cta: Cta, segment: Segment, softmax: Softmax, *, count: bool = True) -> None:
+def store_lse(cta: Work, segment: Segment, softmax: Softmax, *, count: bool = True) -> None:
     """Natural-log lse of a whole request; base 2 of a piece, which is counted if the caller does not do it later."""
     r = segment.request
     total = softmax.totals.sum(axis=1)

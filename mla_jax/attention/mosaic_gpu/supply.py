@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
-from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side
+from mla_jax.attention.mosaic_gpu.work import Ref, Side, Work
 
 # Items before a request's first block are its queries: number -1, and -2, ... where they have several parts.
 
@@ -29,12 +29,12 @@ class Upcoming(NamedTuple):
     page: jax.Array  # of the block; asked for early, because the table is far away
 
     @classmethod
-    def start(cls, cta: Cta) -> "Upcoming":
+    def start(cls, cta: Work) -> "Upcoming":
         """The queries of the first request."""
         request = cta.begin_req
         return cls(request, jnp.int32(-cta.problem.query_parts), cta.segment(cta.existing(request)).end, jnp.int32(0))
 
-    def after(self, cta: Cta) -> "Upcoming":
+    def after(self, cta: Work) -> "Upcoming":
         """The item after this one; a request behind `cta.end_req` says that there is none."""
         first = jnp.where(self.request == cta.begin_req, cta.begin_block, 0)
         block = jnp.where(self.block == -1, first, self.block + 1)
@@ -50,13 +50,13 @@ class Upcoming(NamedTuple):
         return Upcoming(request, block, segment.end, page)
 
 
-def fill(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
+def fill(cta: Work, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
     """Start loading this side's half of an item into a slot that nobody uses; returns the next item."""
     start_copy(cta, side, slot, item)
     return item.after(cta)
 
 
-def start_copy(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> None:
+def start_copy(cta: Work, side: Side, slot: jax.Array, item: Upcoming) -> None:
     """Start loading this side's half of an item into a slot that nobody uses."""
 
     def copy(source: Ref, rows: int) -> None:
@@ -83,7 +83,7 @@ def start_copy(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> None:
     one_warp(issue, emulate=cta.emulate)
 
 
-def fill_all(cta: Cta, side: Side) -> Upcoming:
+def fill_all(cta: Work, side: Side) -> Upcoming:
     """Fill the empty ring; returns the first item that found no place."""
-    slots = cta.config.left_slots if side == Side.LEFT else cta.config.right_slots
+    slots = (cta.slots.left if side == Side.LEFT else cta.slots.right).shape[0]
     return lax.fori_loop(0, slots, lambda slot, item: fill(cta, side, slot, item), Upcoming.start(cta))

@@ -58,21 +58,17 @@ class Slots(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cta:
-    """Everything the roles of one CTA share. Indices of signals and vectors are left slots where not said."""
+class Work:
+    """What the roles of one CTA share in every kernel. Vectors are indexed as a kernel's config says."""
 
-    config: KernelConfig
     problem: Problem
     emulate: bool
     memory: Global
     slots: Slots
-    queries: Ref  # [64, shared_query_dims] the queries' last dims, in shared memory
-    row_vectors: Ref  # [2 * left_slots + 1, 64] float32 in shared memory
-    left_full: Ref  # barriers: left half and rope part have arrived
+    row_vectors: Ref  # [2 n + 1, 64] float32 in shared memory
+    left_full: Ref  # barriers, by left slot: left half and rope part have arrived
     right_full: Ref  # barriers, by right slot
     scored: dict[Side, Signal]  # the score role to a side: queries are taken, or probabilities are there
-    next_scores_done: Signal  # the score role to the sides held back: use this slot now
-    right_done: Signal  # the right side to the left: probabilities are used
     part: jax.Array
     row_block: jax.Array
 
@@ -81,18 +77,18 @@ class Cta:
         """This CTA's rows among the rows of a request."""
         return pl.ds(self.row_block * ROWS, self.problem.copied_rows)
 
-    def decay(self, slot: jax.Array) -> Ref:
-        """[64] what the output so far is multiplied with before this slot's values are added."""
-        return self.row_vectors.at[slot]
+    def decay(self, index: jax.Array) -> Ref:
+        """[64] what the output so far is multiplied with before these probabilities count."""
+        return self.row_vectors.at[index]
 
-    def total(self, slot: jax.Array) -> Ref:
-        """[64] sum of the probabilities up to this slot."""
-        return self.row_vectors.at[self.config.left_slots + slot]
+    def total(self, index: jax.Array) -> Ref:
+        """[64] sum of the probabilities up to these."""
+        return self.row_vectors.at[self.row_vectors.shape[0] // 2 + index]
 
     @property
     def lse_stage(self) -> Ref:
         """[64] lse on its way to device memory."""
-        return self.row_vectors.at[2 * self.config.left_slots]
+        return self.row_vectors.at[self.row_vectors.shape[0] - 1]
 
     @property
     def begin_req(self) -> jax.Array:
@@ -144,6 +140,16 @@ class Cta:
     def counter(self, request: jax.Array) -> Ref:
         """Counts the warpgroups that have left their piece of a shared request."""
         return self.memory.counters.at[request * self.problem.row_blocks + self.row_block]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta(Work):
+    """What the roles of the 16-bit kernel share. Indices of signals and vectors are left slots where not said."""
+
+    config: KernelConfig
+    queries: Ref  # [64, shared_query_dims] the queries' last dims, in shared memory
+    next_scores_done: Signal  # the score role to the sides held back: use this slot now
+    right_done: Signal  # the right side to the left: probabilities are used
 
 
 class Segment(NamedTuple):

@@ -30,6 +30,7 @@ device_description_str: "NVIDIA H200"
 
 def main() -> None:
     batch, tokens, heads, parts = (int(x) for x in sys.argv[1:5])
+    q_dtype, cache_dtype = sys.argv[5:]
     folder = tempfile.mkdtemp()
     os.environ["MOSAIC_GPU_DUMP_TO"] = folder
     import jax
@@ -37,6 +38,7 @@ def main() -> None:
     from jax.experimental import topologies
 
     from mla_jax.attention.mosaic_gpu.config import KernelConfig
+    from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
     from mla_jax.attention.mosaic_gpu.launch import decode_with
     from mla_jax.schedule import tile_schedule
 
@@ -48,11 +50,14 @@ def main() -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=everywhere)
 
     def call(q, cache, table, lens, scale, schedule):
-        return decode_with(KernelConfig(), q, cache, table, lens, scale, None, schedule, causal=True)
+        args = (q, cache, table, lens, scale)
+        if cache_dtype == "float8_e4m3fn":
+            return decode_fp8_with(fp8_config_for(q), *args, scale, None, schedule, causal=True)
+        return decode_with(KernelConfig(), *args, None, schedule, causal=True)
 
     jax.jit(call).lower(
-        array(batch, tokens, heads, 576, dtype=jnp.bfloat16),
-        array(64, 64, 576, dtype=jnp.bfloat16),
+        array(batch, tokens, heads, 576, dtype=jnp.dtype(q_dtype)),
+        array(64, 64, 576, dtype=jnp.dtype(cache_dtype)),
         array(batch, 16),
         array(batch),
         array(1, dtype=jnp.float32),
