@@ -29,6 +29,8 @@ from mla_jax.errors import InputError
 
 ORDERS = ("2026-01", "2025-09", "2025-02")  # of the columns, by the FlashMLA release that introduced them
 REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs FlashMLA, in units of one page's work
+LARGEST = 2**20  # of any number that a schedule is made from: far beyond any GPU, and safe in int32
+LARGEST_SUM = 2**30  # of what requests cost beside their pages
 ROWS_PER_CTA = 64  # query rows (S * H) that one CTA handles
 
 
@@ -128,12 +130,17 @@ def tile_schedule(
     _check_number("request_overhead", request_overhead)
     if order not in ORDERS:
         raise InputError(f"order {order!r} is not known; choose from {', '.join(ORDERS)}.")
-    return _schedule(kv_lens, num_sm_parts, order, request_overhead)
+    overhead = int(request_overhead)
+    if overhead * kv_lens.shape[0] > LARGEST_SUM:
+        raise InputError(f"request_overhead = {overhead} for {kv_lens.shape[0]} requests leaves the range of int32.")
+    return _schedule(kv_lens, int(num_sm_parts), order, overhead)
 
 
 def _check_number(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
         raise InputError(f"{name} must be a whole number of at least 1, got {number!r}.")
+    if number > LARGEST:
+        raise InputError(f"{name} must be at most {LARGEST}, got {number}.")
 
 
 @jax.jit(static_argnums=(1, 2, 3))

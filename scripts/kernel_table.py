@@ -44,7 +44,7 @@ def _line(case: Case, row: dict[str, Any], letters: dict[str, str]) -> tuple[str
     peer, ratio = "–", "–"
     if "peer_us" in row:
         peer, ratio = f"{row['peer_us']:.1f}", f"{row['peer_us'] / row['us']:.2f}"
-        ratio += " (slower)" if float(ratio) < 1 else ""
+        ratio += " (slower)" if row["peer_us"] < row["us"] else ""
     return (
         f"{case.format}, {len(case.lens)}, {case.heads}, {case.tokens}, {_lengths(case)}",
         row.get("implementation", UNNAMED),

@@ -17,7 +17,7 @@ from mla_jax.cache.formats import FORMATS, PAGE_SIZE
 
 DIM, LATENT = 576, 512
 QUERY_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float8_e4m3fn)
-TOKENS = (1, 2, 3, 4, 8, 16, 32, 33, 64)  # new tokens that are asked for
+TOKENS = (1, 2, 3, 4, 8, 16, 32, 33, 64, 256, 257)  # new tokens that are asked for
 HEADS = (1, 3, 8, 16, 32, 64, 96, 128)
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "e4m3"}
 NONE = "–"

@@ -162,3 +162,17 @@ def test_wrong_calls_say_what_came():
         num_sm_parts(132, 1, 1, 2)
     with pytest.raises(ValueError, match="order '2024' is not known; choose from 2026-01, 2025-09, 2025-02"):
         tile_schedule(jnp.zeros(3, jnp.int32), 4, order="2024")
+
+
+@pytest.mark.parametrize("number", [2**20 + 1, 2**31, 10**30, np.uint64(2**63)])
+def test_numbers_out_of_range(number):
+    lens = jnp.asarray([130, 4096, 70], jnp.int32)
+    with pytest.raises(ValueError, match="at most 1048576"):
+        tile_schedule(lens, 4, request_overhead=number)
+    with pytest.raises(ValueError, match="at most 1048576"):
+        tile_schedule(lens, number)
+
+
+def test_overheads_that_add_up_to_too_much():
+    with pytest.raises(ValueError, match="leaves the range of int32"):
+        tile_schedule(jnp.ones(2048, jnp.int32), 4, request_overhead=2**20)

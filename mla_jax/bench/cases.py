@@ -14,6 +14,7 @@ from mla_jax.cache.formats import PAGE_SIZE, kv_format
 from mla_jax.errors import InputError
 
 DIM, LATENT = 576, 512  # DeepSeek's
+LONGEST_NAME = 80  # characters, so that its numbers can be read
 IMBALANCED = (4641, 45118, 1730, 1696)  # one long request among short ones
 
 GPU_CASES = (
@@ -44,8 +45,8 @@ class Case:
 
     Attributes:
         name: `{format}_b{B}_h{H}_s{S}_{K}k`: cache format, requests, heads, new tokens, K · 1024 tokens in the cache of
-            each. With `~` lengths are drawn from a normal distribution, σ = mean / 2. `imbalanced` in place of
-            `b{B}`: one request of 45118 tokens among three of a few thousand.
+            each (131k is 2¹⁷). With `~` lengths are drawn from a normal distribution, σ = mean / 2. `imbalanced` in
+            place of `b{B}`: one request of 45118 tokens among three of a few thousand.
         format: of the cache, `fp8` short for fp8_e4m3; queries are in it too, or in bf16 for fp8_ds_mla.
     """
 
@@ -58,8 +59,8 @@ class Case:
     @classmethod
     def parse(cls, name: str) -> "Case":
         """Raises ValueError for a name that is no case."""
-        found = _NAME.fullmatch(name)
-        if not found or (found["b"] is None) != (found["k"] is None) or int(found["b"] or 1) < 1:
+        found = _NAME.fullmatch(name) if len(name) < LONGEST_NAME else None
+        if not found or (found["b"] is None) != (found["k"] is None) or "0" in (found["b"], found["k"]):
             raise InputError(f"{name!r} is no case; write bf16_b128_h64_s1_4k, with ~ behind it for ragged lengths.")
         heads, tokens = int(found["h"]), int(found["s"])
         if heads < 1 or tokens < 1:

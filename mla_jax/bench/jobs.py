@@ -42,12 +42,17 @@ def _run_in_processes(cases: Sequence[Case], limits: Limits, wanted: Wanted, job
         try:
             row = rows.get(timeout=1)
         except queue.Empty:
+            # One that was killed holds its turn for ever, and the others would wait for it.
+            if any(worker.exitcode for worker in workers):
+                for worker in workers:
+                    worker.terminate()
+                break
             if any(worker.is_alive() for worker in workers):
                 continue
             break
         missing.remove(row["case"])
         yield row
-    yield from ({"case": name, "failed": "its process ended"} for name in missing)
+    yield from ({"case": name, "failed": "its process, or one that it waited for, ended"} for name in missing)
     for worker in workers:
         worker.join(timeout=10)
 

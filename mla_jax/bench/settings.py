@@ -17,8 +17,10 @@ def parse_settings(text: str, config: Any) -> Any:
             raise InputError(f"{name!r} is no setting of the kernel; choose from {', '.join(sorted(known))}.")
         try:
             changes[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             raise InputError(f"{part!r} gives no value for {name}; write held_back=1.") from None
+        if type(changes[name]) is not int:
+            raise InputError(f"{part!r}: {name} is a whole number.")
     try:
         return dataclasses.replace(config, **changes)
     except ValueError as e:

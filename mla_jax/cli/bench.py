@@ -78,11 +78,11 @@ def run(args: argparse.Namespace) -> None:
     limits = measure_limits(cases[0].query_dtype)
     wanted = Wanted(args.implementation, args.against is not None, tuple(args.settings), args.rounds)
     report = _run(cases, limits, wanted, args)
+    print(json.dumps(report) if args.json else _text(report), flush=True)
     if args.plot is not None:
         draw(report, args.plot)
-    print(json.dumps(report) if args.json else _text(report))
-    if any("failed" in row for row in report["rows"]):
-        sys.exit(1)
+    if any("failed" in row for row in report["rows"]) or all("skipped" in row for row in report["rows"]):
+        sys.exit(1)  # also if nothing was timed
 
 
 def _run(cases: list[Case], limits: Limits, wanted: Wanted, args: argparse.Namespace) -> dict[str, Any]:

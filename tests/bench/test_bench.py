@@ -1,6 +1,12 @@
 """The benchmark's cases, arithmetic and report; its times are the machine's."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -124,6 +130,11 @@ def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
         (["--jobs", "0", SMALL], "--jobs"),
         (["--settings", "slots=2", SMALL], "'slots' is no setting"),
         (["--settings", "held_back=left", SMALL], "no value for held_back"),
+        (["--settings", 'left_slots="a"', SMALL], "left_slots is a whole number"),
+        (["--settings", "left_slots=3.0", SMALL], "left_slots is a whole number"),
+        (["--settings", "held_back=true", SMALL], "held_back is a whole number"),
+        (["bf16_b1_h16_s1_0k"], "no case"),
+        (["bf16_b1_h16_s1_" + "9" * 5000 + "k"], "no case"),
         (["--settings", "held_back=9", SMALL], "0, 1, 2 or 3"),
         (["--settings", "held_back=0", SMALL], "settings are for mosaic_gpu"),
     ],
@@ -132,3 +143,30 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
     assert main(["bench", *argv]) == 2
     message = capsys.readouterr().err
     assert sentence in message and message.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+def test_a_killed_process_does_not_hold_up_the_others() -> None:
+    """As the kernel does it when memory runs out: others may wait for the lock that it held."""
+    command = [sys.executable, "-m", "mla_jax", "bench", SMALL, "fp32_b1_h2_s1_1k", "--jobs", "2", "--json"]
+    with subprocess.Popen(
+        [*command, "--rounds", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as bench:
+        give_up = time.monotonic() + 60
+        while len(workers := _spawned_by(bench.pid)) < 2 and time.monotonic() < give_up:
+            time.sleep(0.1)
+        os.kill(workers[0], signal.SIGKILL)
+        out, _ = bench.communicate(timeout=60)
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert bench.returncode == 1 and len(rows) == 2 and any("ended" in row.get("failed", "") for row in rows)
+    assert not _spawned_by(bench.pid)
+
+
+def _spawned_by(pid: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
