@@ -16,15 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge, merge_outside
-from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
+from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
+from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import accumulate
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries, Span
 from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
-from mla_jax.attention.mosaic_gpu.kernel import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT
+from mla_jax.attention.mosaic_gpu.persistent import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT, barriers, run_persistent
 from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
 from mla_jax.schedule import TileSchedule
 
@@ -48,40 +48,13 @@ def run_fp8_kernel(
     def body(query_scale: Any, value_scale: Any, *refs: Any, **scratch: Any) -> None:
         _cta_body(problem, config, emulate, query_scale, value_scale, Global(*refs), **scratch)
 
-    body.__name__ = "mla_decode_fp8"
-    counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
-    workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
-    out, lse, part_out, part_lse = plgpu.kernel(
-        body,
-        out_type=[
-            jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
-            jax.ShapeDtypeStruct((problem.batch, problem.rows), jnp.float32),
-            jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float32),
-            jax.ShapeDtypeStruct(workspace, jnp.float32),
-        ],
-        scratch_types=_scratch(problem, config),
-        grid=(problem.parts, problem.row_blocks),
-        grid_names=("part", "row_block"),
-        num_threads=ROLES,
-        thread_name="role",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=not emulate,
-            reduction_scratch_bytes=0 if not emulate else 2048,
-        ),
-        interpret=interpret,
-    )(query_scale, value_scale, *inputs, counters)
-    if emulate and problem.parts > 1:
-        return merge_outside(out, lse, part_out, part_lse, schedule)
-    return out, lse
+    inputs, scratch = (query_scale, value_scale, *inputs), _scratch(problem, config)
+    return run_persistent("mla_decode_fp8", problem, body, scratch, inputs, schedule, interpret=interpret)
 
 
 def _scratch(problem: Problem, config: Fp8Config) -> dict[str, Any]:
     def tile(count: int, columns: int) -> Any:
         return plgpu.SMEM((count, ROWS, columns), jnp.float8_e4m3fn, transforms=BYTES)
-
-    def barriers(count: int, arrivals: int = 1) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     slots, parts = config.slots, config.query_parts
     probabilities = (BUFFERS, PAGE // KEYS_AT_ONCE, problem.copied_rows, KEYS_AT_ONCE)

@@ -19,6 +19,7 @@ from mla_jax.attention.mosaic_gpu.scores import (
     ROW,
     Softmax,
     advance,
+    clear_unowned,
     first_masked_block,
     store_lse,
     visible_keys,
@@ -136,17 +137,12 @@ def _publish(
     if last:
         cta.total(place.buffer)[...] = softmax.totals.sum(axis=1)
     if masked:
-        _clear_unowned_values(cta, segment, block, place)
+
+        def clear(first: jax.Array) -> None:
+            for half in (cta.slots.left, cta.slots.right):
+                clear_keys(half.at[place.slot], first, emulate=cta.emulate)
+
+        clear_unowned(segment, block, clear)
     make_visible(emulate=cta.emulate)
     _send_scored(cta, place)
     return softmax
-
-
-def _clear_unowned_values(cta: Fp8Cta, segment: Segment, block: jax.Array, place: Place) -> None:
-    """Nobody owns the rows past the end: they may hold NaN, and 0 * NaN is NaN."""
-
-    @pl.when((block + 1) * PAGE > segment.length)
-    def _() -> None:
-        first = lax.max(segment.length - block * PAGE, jnp.int32(0))
-        for half in (cta.slots.left, cta.slots.right):
-            clear_keys(half.at[place.slot], first, emulate=cta.emulate)

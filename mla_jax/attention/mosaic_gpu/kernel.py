@@ -20,10 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.combine import merge, merge_outside
+from mla_jax.attention.mosaic_gpu.combine import merge
 from mla_jax.attention.mosaic_gpu.config import (
     HALF,
-    LATENT,
     PAGE,
     ROPE,
     ROWS,
@@ -32,13 +31,11 @@ from mla_jax.attention.mosaic_gpu.config import (
     Problem,
 )
 from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, TILED, Signal
+from mla_jax.attention.mosaic_gpu.persistent import SCORE, VALUES_LEFT, VALUES_RIGHT, barriers, run_persistent
 from mla_jax.attention.mosaic_gpu.scores import score
 from mla_jax.attention.mosaic_gpu.values import accumulate
 from mla_jax.attention.mosaic_gpu.work import Cta, Global, Side, Slots
 from mla_jax.schedule import TileSchedule
-
-ROLES = 3
-SCORE, VALUES_LEFT, VALUES_RIGHT = range(ROLES)
 
 
 def run_kernel(
@@ -55,44 +52,13 @@ def run_kernel(
     def body(*refs: Any, **scratch: Any) -> None:
         _cta_body(problem, config, emulate, Global(*refs), **scratch)
 
-    body.__name__ = "mla_decode"
-    # The kernel counts in these and leaves zeros behind, so calls can share one array of zeros. The barrier keeps XLA
-    # from turning it into a constant, which might lie where nobody can count.
-    counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
-    # A single part shares no request.
-    workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
-    out, lse, part_out, part_lse = plgpu.kernel(
-        body,
-        out_type=[
-            jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
-            jax.ShapeDtypeStruct((problem.batch, problem.rows), jnp.float32),
-            jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float32),
-            jax.ShapeDtypeStruct(workspace, jnp.float32),
-        ],
-        scratch_types=_scratch(problem, config),
-        # Row blocks of a part are neighbours, so that the second finds the keys in L2.
-        grid=(problem.parts, problem.row_blocks),
-        grid_names=("part", "row_block"),
-        num_threads=ROLES,
-        thread_name="role",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            unsafe_no_auto_barriers=not emulate,
-            reduction_scratch_bytes=0 if not emulate else 2048,  # rows lie within a warp: no scratch is needed
-        ),
-        interpret=interpret,
-    )(*inputs, counters)
-    if emulate and problem.parts > 1:
-        return merge_outside(out, lse, part_out, part_lse, schedule)
-    return out, lse
+    scratch = _scratch(problem, config)
+    return run_persistent("mla_decode", problem, body, scratch, inputs, schedule, interpret=interpret)
 
 
 def _scratch(problem: Problem, config: KernelConfig) -> dict[str, Any]:
     def tile(*shape: int) -> Any:
         return plgpu.SMEM(shape, problem.dtype, transforms=TILED)
-
-    def barriers(count: int, arrivals: int = 1) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
     left, right = config.left_slots, config.right_slots
     return {

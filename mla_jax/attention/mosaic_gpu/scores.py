@@ -171,7 +171,12 @@ def _publish(
     if last:
         cta.total(turn.left)[...] = softmax.totals.sum(axis=1)
     if masked:
-        _clear_unowned_values(cta, segment, block, turn)
+
+        def clear(first: jax.Array) -> None:
+            clear_rows(cta.slots.left.at[turn.left], first, emulate=cta.emulate)
+            clear_rows(cta.slots.right.at[turn.right], first, emulate=cta.emulate)
+
+        clear_unowned(segment, block, clear)
     make_visible(emulate=cta.emulate)
     _send_scored(cta, turn)
     return softmax
@@ -233,14 +238,13 @@ def _seen_in_tree(cta: Work, segment: Segment, position: jax.Array) -> jax.Array
     return seen
 
 
-def _clear_unowned_values(cta: Cta, segment: Segment, block: jax.Array, turn: Turn) -> None:
-    """Nobody owns the rows past the end: they may hold NaN, and 0 * NaN is NaN."""
+def clear_unowned(segment: Segment, block: jax.Array, clear: Callable[[jax.Array], None]) -> None:
+    """Call `clear(first)` if rows of a block, from `first`, are past the end.
 
-    @pl.when((block + 1) * PAGE > segment.length)
-    def _() -> None:
-        first = lax.max(segment.length - block * PAGE, jnp.int32(0))
-        clear_rows(cta.slots.left.at[turn.left], first, emulate=cta.emulate)
-        clear_rows(cta.slots.right.at[turn.right], first, emulate=cta.emulate)
+    Nobody owns those: they may hold NaN, and 0 * NaN is NaN.
+    """
+    past = (block + 1) * PAGE > segment.length
+    pl.when(past)(lambda: clear(lax.max(segment.length - block * PAGE, jnp.int32(0))))
 
 
 def nonzero(total: jax.Array) -> jax.Array:

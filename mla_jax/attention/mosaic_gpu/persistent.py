@@ -1,0 +1,68 @@
+"""What all kernels are launched as: a grid that is on the GPU as a whole, with three warpgroups in each CTA."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.combine import merge_outside
+from mla_jax.attention.mosaic_gpu.config import LATENT, ROWS, Problem
+from mla_jax.schedule import TileSchedule
+
+ROLES = 3
+SCORE, VALUES_LEFT, VALUES_RIGHT = range(ROLES)
+
+
+def run_persistent(
+    name: str,
+    problem: Problem,
+    body: Callable[..., None],
+    scratch: dict[str, Any],
+    inputs: tuple[jax.Array, ...],
+    schedule: TileSchedule,
+    *,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Launch `body(*inputs, counters, out, lse, part_out, part_lse, **scratch)`; see `work.Global` for those.
+
+    Returns out [B, rows, 512], lse [B, rows].
+    """
+    emulate = interpret is not None
+    body.__name__ = name
+    # The kernel counts in these and leaves zeros behind, so calls can share one array of zeros. The barrier keeps XLA
+    # from turning it into a constant, which might lie where nobody can count.
+    counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
+    # A single part shares no request.
+    workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
+    out, lse, part_out, part_lse = plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
+            jax.ShapeDtypeStruct((problem.batch, problem.rows), jnp.float32),
+            jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float32),
+            jax.ShapeDtypeStruct(workspace, jnp.float32),
+        ],
+        scratch_types=scratch,
+        # Row blocks of a part are neighbours, so that the second finds the keys in L2.
+        grid=(problem.parts, problem.row_blocks),
+        grid_names=("part", "row_block"),
+        num_threads=ROLES,
+        thread_name="role",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=not emulate,
+            reduction_scratch_bytes=0 if not emulate else 2048,  # rows lie within a warp: no scratch is needed
+        ),
+        interpret=interpret,
+    )(*inputs, counters)
+    if emulate and problem.parts > 1:
+        return merge_outside(out, lse, part_out, part_lse, schedule)
+    return out, lse
+
+
+def barriers(count: int, arrivals: int = 1) -> Any:
+    """So many barriers in shared memory."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
