@@ -89,9 +89,14 @@ def from_torch(tensor: Any, *, copy: bool = False) -> jax.Array:
     if not isinstance(tensor, torch.Tensor):
         raise InputError(f"from_torch needs a torch.Tensor, got {type(tensor).__name__}.")
     _check_dtype(str(tensor.dtype).removeprefix("torch."))
+    if tensor.layout != torch.strided or tensor.is_meta:
+        where = "the meta device" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise InputError(f"the tensor must be dense and have memory, got one of {where}.")
     tensor = tensor.detach()
     if copy:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.resolve_neg().clone(memory_format=torch.contiguous_format)
+    if tensor.is_neg():
+        raise InputError("the tensor is a view whose signs are still to be changed; pass copy=True.")
     if not tensor.is_contiguous():
         raise InputError(
             f"the tensor must be contiguous, got shape {tuple(tensor.shape)} with strides {tensor.stride()}; pass "

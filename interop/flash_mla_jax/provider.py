@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.experimental.buffer_callback import buffer_callback
 
-from flash_mla_jax.errors import UnavailableError
+from flash_mla_jax.errors import InputError, UnavailableError
 
 SMS = 132  # of an H100 or H200
 CAPABILITY = "9.0"  # of Hopper, which all of these kernels are written for
@@ -74,8 +74,12 @@ def cannot_run(kind: str = DENSE) -> str | None:
     Args:
         kind: `"dense"` (bf16, fp16), `"dense_fp8"` (e4m3) or `"sparse"` (rows of 656 bytes).
 
+    Raises ValueError for another kind.
+
     The first call on a machine with a Hopper GPU loads torch and flash_mla.
     """
+    if kind not in (DENSE, DENSE_FP8, SPARSE):
+        raise InputError(f"kind must be {DENSE!r}, {DENSE_FP8!r} or {SPARSE!r}, got {kind!r:.60}.")
     try:
         find().kernel(kind)
     except UnavailableError as error:

@@ -19,6 +19,8 @@ def kind_of(q: Any, k_cache: Any, indices: Any, is_fp8_kvcache: Any) -> str:
     check_array("q", q, 4, "[b, s_q, h_q, 576]")
     check_array("k_cache", k_cache, 4, MAX_CACHE)
     fp8 = indices is not None or k_cache.dtype.name in BYTES
+    if not isinstance(is_fp8_kvcache, bool | np.bool_ | None):
+        raise InputError(f"is_fp8_kvcache must be True, False or None, got {type(is_fp8_kvcache).__name__}.")
     if is_fp8_kvcache is not None and bool(is_fp8_kvcache) != fp8:
         what = f"k_cache is {k_cache.dtype.name} and indices {'are' if indices is not None else 'are not'} given"
         raise InputError(f"is_fp8_kvcache={is_fp8_kvcache} contradicts the call, where {what}; leave it out.")
@@ -53,8 +55,8 @@ def check_call(
     kind: str, q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, causal: Any, indices: Any
 ) -> None:
     """Raises ValueError for shapes and dtypes that the kernel of that kind does not take."""
-    if head_dim_v != D_V:
-        raise InputError(f"head_dim_v must be {D_V}, got {head_dim_v}.")
+    if not _is_whole(head_dim_v) or head_dim_v != D_V:
+        raise InputError(f"head_dim_v must be {D_V}, got {head_dim_v!r:.60}.")
     if not isinstance(causal, bool | np.bool_):
         raise InputError(f"causal must be True or False and not traced, got {type(causal).__name__}.")
     if q.shape[3] != DIM:
@@ -65,6 +67,8 @@ def check_call(
     if k_cache.shape[1:] != (PAGE, 1, width):
         raise InputError(f"k_cache must be [num_blocks, {PAGE}, 1, {width}] here, got {k_cache.shape}.")
     if kind == SPARSE:
+        if block_table is not None or cache_seqlens is not None:
+            raise InputError("block_table and cache_seqlens must be None with indices, which say where each key lies.")
         _check_sparse(q, k_cache, indices, causal)
         return
     wanted = ("float8_e4m3fn",) if kind == DENSE_FP8 else ("bfloat16", "float16")
@@ -111,9 +115,8 @@ def check_scales(kind: str, softmax_scale: Any, descale_q: Any, descale_k: Any) 
     """Raises ValueError for a scale that the kernel cannot take."""
     if isinstance(softmax_scale, jax.core.Tracer):
         raise InputError("softmax_scale must be a number that is known when jit traces; only descale_q may be traced.")
-    number = isinstance(softmax_scale, int | float | np.number | np.ndarray | jax.Array) and np.ndim(softmax_scale) == 0
-    if softmax_scale is not None and not number:
-        raise InputError(f"softmax_scale must be one number or None, got {softmax_scale!r:.60}.")
+    if softmax_scale is not None and not _is_finite(softmax_scale):
+        raise InputError(f"softmax_scale must be one number or None, and finite, got {softmax_scale!r:.60}.")
     for name, scale in (("descale_q", descale_q), ("descale_k", descale_k)):
         if (scale is not None) != (kind == DENSE_FP8):
             state = "is needed with" if kind == DENSE_FP8 else "must be None but for"
@@ -144,15 +147,29 @@ def check_metadata_request(lens: Any, rows: Any, num_heads_k: Any, num_heads_q: 
     _check_int32("cache_seqlens", lens, 1, "[b]")
     if lens.shape[0] == 0:
         raise InputError("cache_seqlens must hold at least one request.")
-    if not isinstance(rows, int) or rows < 1:
-        raise InputError(f"num_q_tokens_per_head_k must be s_q · h_q, at least 1, got {rows}.")
+    if not _is_whole(rows) or rows < 1:
+        raise InputError(f"num_q_tokens_per_head_k must be s_q · h_q, a whole number of at least 1, got {rows!r:.60}.")
     if num_heads_k != 1:
         raise InputError(f"num_heads_k must be 1, the latent serves all heads, got {num_heads_k}.")
-    if topk is not None and (num_heads_q not in SPARSE_HEADS or rows % num_heads_q or topk < 1 or topk % PAGE):
+    known = _is_whole(topk) and _is_whole(num_heads_q) and num_heads_q in SPARSE_HEADS
+    if topk is not None and not (known and rows % num_heads_q == 0 and topk >= 1 and topk % PAGE == 0):
         raise InputError(
             f"with topk, num_heads_q must be 64 or 128 and divide num_q_tokens_per_head_k, and topk a multiple of "
             f"{PAGE}, got {num_heads_q}, {rows} and {topk}."
         )
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
+def _is_finite(number: Any) -> bool:
+    """Whether it is one real number that float32 can hold."""
+    if not isinstance(number, int | float | np.number | np.ndarray | jax.Array) or np.ndim(number) != 0:
+        return False
+    array = np.asarray(number)
+    with np.errstate(over="ignore"):
+        return array.dtype.kind in "iuf" and bool(np.isfinite(array.astype(np.float32)))
 
 
 def check_values(k_cache: Any, block_table: Any, cache_seqlens: Any, indices: Any) -> None:

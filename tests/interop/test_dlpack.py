@@ -107,3 +107,18 @@ def test_what_is_dropped_is_kept_until_its_work_is_done_and_then_given_back() ->
     assert len(dlpack._dropped) == 1, "torch's memory would be free while JAX may be reading it"
     assert release_dropped(wait=True) == 0 and not dlpack._dropped
     assert float(result[0]) == 1
+
+
+def test_what_torch_has_put_off_is_not_lost() -> None:
+    ones = torch.ones(4)
+    with pytest.raises(InputError, match="signs are still to be changed; pass copy=True"):
+        from_torch(torch._neg_view(ones))
+    np.testing.assert_array_equal(from_torch(torch._neg_view(ones), copy=True), -1)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("where", ["sparse_coo", "the meta device"])
+def test_a_tensor_without_dense_memory_is_refused(where: str, copy: bool) -> None:
+    tensor = torch.ones(3).to_sparse() if where == "sparse_coo" else torch.ones(3, device="meta")
+    with pytest.raises(InputError, match=f"must be dense and have memory, got one of {where}"):
+        from_torch(tensor, copy=copy)

@@ -200,3 +200,9 @@ def test_the_wheel_behind_a_stubbed_driver_is_a_provider(tmp_path: Path) -> None
     )
     assert result.returncode == 0, result.stderr[-1500:]
     assert result.stdout.split() == ["flash_mla", "1.0.0", *provider.SCHEMAS]
+
+
+@pytest.mark.parametrize("kind", ["nosuch", None, 3])
+def test_an_unknown_kind(kind: object) -> None:
+    with pytest.raises(ValueError, match="kind must be 'dense', 'dense_fp8' or 'sparse'"):
+        cannot_run(kind)
