@@ -126,8 +126,10 @@ def tile_schedule(
         raise InputError(f"kv_lens must be a JAX or NumPy array of int32, got {type(kv_lens).__name__}.")
     if kv_lens.ndim != 1 or kv_lens.shape[0] == 0 or kv_lens.dtype != jnp.int32:
         raise InputError(f"kv_lens must be int32 [B] with B at least 1, got {kv_lens.dtype.name} {kv_lens.shape}.")
-    _check_number("num_sm_parts", num_sm_parts)
-    _check_number("request_overhead", request_overhead)
+    for name, number in (("num_sm_parts", num_sm_parts), ("request_overhead", request_overhead)):
+        _check_number(name, number)
+        if number > LARGEST:
+            raise InputError(f"{name} must be at most {LARGEST}, got {number}.")
     if order not in ORDERS:
         raise InputError(f"order {order!r} is not known; choose from {', '.join(ORDERS)}.")
     overhead = int(request_overhead)
@@ -139,8 +141,6 @@ def tile_schedule(
 def _check_number(name: str, number: Any) -> None:
     if isinstance(number, bool) or not isinstance(number, int | np.integer) or number < 1:
         raise InputError(f"{name} must be a whole number of at least 1, got {number!r}.")
-    if number > LARGEST:
-        raise InputError(f"{name} must be at most {LARGEST}, got {number}.")
 
 
 @jax.jit(static_argnums=(1, 2, 3))

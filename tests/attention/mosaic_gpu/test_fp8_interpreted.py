@@ -19,9 +19,17 @@ CASES = {
 }
 
 
+BY_DEFAULT = ("edges, one part", "split request")  # of queries in bf16, which differ in one product and one item only
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "bfloat16"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, q_dtype",
+    [
+        *((name, "float8_e4m3fn") for name in CASES),
+        *(pytest.param(name, "bfloat16", marks=() if name in BY_DEFAULT else pytest.mark.full) for name in CASES),
+    ],
+)
 def test_equals_float64(name, q_dtype, capfd):
     problem, parts = CASES[name]
     kv_scale = 0.25
