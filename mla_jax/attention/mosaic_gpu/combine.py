@@ -41,15 +41,13 @@ class _Share(NamedTuple):
 
 
 def announce_pieces(cta: Work) -> None:
-    """Say, once for all, that this role has left its pieces in the workspace; or each is announced when it is there."""
+    """Say of all pieces at once that this role has left them in the workspace; roles that count each one need not."""
     if cta.emulate:
         return
     publish()
 
     def one(which: jax.Array, nothing: int) -> int:
-        first = which == 0
-        there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
-        request = cta.existing(jnp.where(first, cta.begin_req, cta.end_req))
+        _, request, there = _first_or_last(cta, which)
         pl.when(there & (cta.pieces(request) > 1))(lambda: add_one(cta.counter(request)))
         return nothing
 
@@ -64,10 +62,8 @@ def merge(cta: Work, worker: jax.Array, workers: int) -> None:
     """
 
     def one(which: jax.Array, nothing: int) -> int:
-        first = which == 0
-        request = jnp.where(first, cta.begin_req, cta.end_req)
-        there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
-        share = _share(cta, cta.existing(request), first, worker, workers)
+        first, request, there = _first_or_last(cta, which)
+        share = _share(cta, request, first, worker, workers)
 
         @pl.when(there & (share.pieces > 1))
         def _() -> None:
@@ -82,6 +78,13 @@ def merge(cta: Work, worker: jax.Array, workers: int) -> None:
         return nothing
 
     lax.fori_loop(0, 2, one, 0)
+
+
+def _first_or_last(cta: Work, which: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether `which`, 0 or 1, means this part's first request; that one or the last; whether there is such a one."""
+    first = which == 0
+    there = jnp.where(first, cta.begin_req <= cta.end_req, cta.begin_req < cta.end_req)
+    return first, cta.existing(jnp.where(first, cta.begin_req, cta.end_req)), there
 
 
 def _share(cta: Work, request: jax.Array, first: jax.Array, worker: jax.Array, workers: int) -> _Share:

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, SHARED_MEMORY, Problem, padded_rows
+from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, SHARED_MEMORY, padded_rows
 from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config, shared_memory
 from mla_jax.attention.mosaic_gpu.fp8_kernel import run_fp8_kernel
-from mla_jax.attention.mosaic_gpu.packing import pack, tree_words, unpack
+from mla_jax.attention.mosaic_gpu.packing import describe, pack, tree_words, unpack
+from mla_jax.attention.operands import out_dtype
 from mla_jax.schedule import TileSchedule
 
 LARGEST = 6  # binary exponent of a row's largest number: reduce_precision's 4 bits of exponent end at 240
@@ -42,20 +43,10 @@ def decode_fp8_with(
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The FP8 kernel with a configuration and without checks; `interpret` is for tests without a GPU."""
-    batch, tokens, heads, _ = q.shape
     packed = pack(q)
     rows = packed.shape[1]
-    problem = Problem(
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        rows=rows,
-        parts=schedule.metadata.shape[0],
-        dtype=jnp.dtype(jnp.bfloat16),
-        causal=causal and tree_mask is None,
-        tree=tree_mask is not None,
-        query_parts=config.query_parts,
-    )
+    made = {"dtype": out_dtype(q), "causal": causal, "query_parts": config.query_parts}
+    problem = describe(q, rows, schedule, tree_mask, **made)
     parts, scale = split_queries(packed)
     scale = jnp.pad(scale, ((0, 0), (0, problem.row_blocks * ROWS - rows)))
     inputs = (

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig, Problem
+from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig
 from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
 from mla_jax.attention.mosaic_gpu.kernel import run_kernel
-from mla_jax.attention.mosaic_gpu.packing import pack, tree_words, unpack
+from mla_jax.attention.mosaic_gpu.packing import describe, pack, tree_words, unpack
 from mla_jax.attention.mosaic_gpu.requirements import num_sms
 from mla_jax.errors import InputError
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
@@ -104,18 +104,8 @@ def decode_with(
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """`decode` with a configuration and without checks; `interpret` is for tests without a GPU."""
-    batch, tokens, heads, _ = q.shape
     packed = pack(q)
-    problem = Problem(
-        batch=batch,
-        tokens=tokens,
-        heads=heads,
-        rows=packed.shape[1],
-        parts=schedule.metadata.shape[0],
-        dtype=jnp.dtype(q.dtype),
-        causal=causal and tree_mask is None,
-        tree=tree_mask is not None,
-    )
+    problem = describe(q, packed.shape[1], schedule, tree_mask, dtype=q.dtype, causal=causal)
     inputs = (
         packed,
         kv_cache,

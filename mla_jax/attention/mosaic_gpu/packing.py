@@ -1,11 +1,39 @@
 """Query rows as the kernels take them: S * H of them, packed and padded."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from mla_jax.attention.mosaic_gpu.config import DIM, LATENT, ROWS, WORD, Problem, padded_rows
+from mla_jax.schedule import TileSchedule
+
+
+def describe(
+    q: Float[Array, "B S H 576"],
+    rows: int,
+    schedule: TileSchedule,
+    tree_mask: Bool[Array, "B S S"] | None,
+    *,
+    dtype: Any,
+    causal: bool,
+    query_parts: int = 1,
+) -> Problem:
+    """The static shape of a call with so many packed rows and results in dtype."""
+    batch, tokens, heads, _ = q.shape
+    return Problem(
+        batch=batch,
+        tokens=tokens,
+        heads=heads,
+        rows=rows,
+        parts=schedule.metadata.shape[0],
+        dtype=jnp.dtype(dtype),
+        causal=causal and tree_mask is None,
+        tree=tree_mask is not None,
+        query_parts=query_parts,
+    )
 
 
 def pack(q: Float[Array, "B S H 576"]) -> Float[Array, "B rows 576"]:
