@@ -2,6 +2,9 @@
 # Step times with and without drafts, a process per case: all compile side by side, then time in turns. JSON under $OUT.
 here=$(dirname "$0")
 meet=$(mktemp -d)
+# A process has the GPU to itself when it is its turn; what makes weights and caches is compiled once for all.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+export JAX_COMPILATION_CACHE_DIR=$meet/compiled JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 drafts="off 1-1-2 3-1-4 3-4-8"
 cases=()
 for mtp in $drafts; do

@@ -2,10 +2,13 @@
 
 import zlib
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from mla_jax.cache.codec import quantize_kv
+from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
 from mla_jax.decode.state import DecodeState, Status, empty_state
 from mla_jax.demo import CHECKPOINT
@@ -17,9 +20,9 @@ from mla_jax.speculative.config import Speculation
 from mla_jax.speculative.window import MTPWindow
 
 
-def v3_stack(num_layers: int = 27, num_heads: int = 128) -> tuple[MLAConfig, ModelParams]:
+def v3_config(num_layers: int = 27, num_heads: int = 128) -> MLAConfig:
     """DeepSeek-V3's attention (7168 wide, q rank 1536, latent 512 + 64); an MLP of 2048 in place of the experts."""
-    config = MLAConfig(
+    return MLAConfig(
         vocab_size=32768,
         hidden_size=7168,
         intermediate_size=2048,
@@ -34,13 +37,17 @@ def v3_stack(num_layers: int = 27, num_heads: int = 128) -> tuple[MLAConfig, Mod
         max_position=163840,
     )
 
+
+def v3_params(config: MLAConfig) -> ModelParams:
+    """Random weights that keep the size of what they are multiplied with."""
+
     def draw(name: str, shape: tuple[int, ...]) -> jax.Array:
         if len(shape) == 1:
             return jnp.ones(shape, jnp.bfloat16)
         key = jax.random.key(zlib.crc32(name.encode()), impl="rbg")
         return _weights(key, shape)
 
-    return config, build_params(config, draw)
+    return build_params(config, draw)
 
 
 @jax.jit(static_argnums=1)
@@ -77,3 +84,20 @@ def running_state(
         remaining=jnp.full((batch,), 2**30, jnp.int32),
         status=jnp.full((batch,), Status.RUNNING.value, jnp.int32),
     )
+
+
+def with_latents(cache: PagedKVCache) -> PagedKVCache:
+    """With random latents in all rows: products of zeros take less power, and so less time."""
+    keys = jax.random.split(jax.random.key(0, impl="rbg"), len(cache.layers))
+    layers = (
+        _latents(key, layer.shape[:2], cache.latent_dim, cache.format.name, cache.scale(i))
+        for i, (key, layer) in enumerate(zip(keys, cache.layers, strict=True))
+    )
+    return replace(cache, layers=tuple(layers))
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _latents(
+    key: jax.Array, rows: tuple[int, ...], latent_dim: int, kv_format: str, scale: jax.Array | None
+) -> jax.Array:
+    return quantize_kv(jax.random.normal(key, (*rows, latent_dim), jnp.bfloat16), kv_format, scale)

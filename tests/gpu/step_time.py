@@ -15,7 +15,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 import stack
 
+from mla_jax.cache.formats import PAGE_SIZE
 from mla_jax.decode.speculative_step import speculative_step
 from mla_jax.decode.step import decode_step
+from mla_jax.model.cache import page_bytes
 from mla_jax.schedule import tile_schedule
 from mla_jax.speculative.config import Speculation
 
-STEPS = 96
-ROOM = 3 * STEPS + 64  # steps that are run below, at the most
+SINGLE = 16  # steps whose kernels are timed
 
 
 def main() -> None:
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=["bf16"])
     parser.add_argument("--implementations", nargs="+", default=["xla", "mosaic_gpu"])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 8], help="decode steps per call")
+    parser.add_argument("--run", type=int, default=96, metavar="N", help="steps in a row, which are timed three times")
     parser.add_argument("--mtp", nargs="+", default=["off"], help="off, or steps-topk-draft_tokens, such as 3-1-4")
     parser.add_argument(
         "--after", type=int, default=1, metavar="N", help="time when N processes have compiled, in turns"
@@ -53,12 +57,14 @@ def main() -> None:
     parser.add_argument("--schedule", action="store_true", help="time tile_schedule too")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = [schedule_row()] if args.schedule else []
-    config, params = stack.demo() if args.model == "demo" else stack.v3_stack(args.layers, args.heads)
-    jax.block_until_ready(params)
+    config, make_params = model_of(args)
+    shapes = jax.eval_shape(make_params)
+    room = 3 * args.run + SINGLE + 2 * max(args.steps) + 32  # steps that are run below, and some more
     cases = list(itertools.product(args.batch, args.formats, args.implementations, args.steps, args.mtp))
     with ThreadPoolExecutor() as pool:  # XLA compiles outside Python's lock
-        steps = [pool.submit(compile_step, config, params, b, args.context, *how) for b, *how in cases]
+        steps = [pool.submit(compile_step, config, shapes, b, args.context, room, *how) for b, *how in cases]
     turn = wait_for_turn(args.meet, args.after)  # noqa: F841 (held until the process ends)
+    params = jax.block_until_ready(make_params())  # not before: others wait with theirs too, and a GPU holds few
     for (batch, kv_format, implementation, per_call, mtp), step in zip(cases, steps, strict=True):
         case = {"model": args.model, "layers": config.num_layers, "heads": config.num_heads, "batch": batch}
         case |= {
@@ -70,8 +76,10 @@ def main() -> None:
         }
         try:
             compiled, seconds = step.result()
-            state = stack.running_state(config, params, batch, args.context, ROOM, kv_format, speculation_of(mtp))
-            case |= time_step(params, state, compiled, per_call) | seconds
+            case |= {"cache_bytes": cache_bytes(config, batch, args.context, kv_format, mtp)}
+            state = stack.running_state(config, params, batch, args.context, room, kv_format, speculation_of(mtp))
+            state = replace(state, cache=stack.with_latents(state.cache))
+            case |= time_step(params, state, compiled, per_call, args.run) | seconds
         except NotImplementedError as e:
             case |= {"skipped": str(e)}
         rows.append(case)
@@ -89,12 +97,34 @@ def main() -> None:
     args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def model_of(args: argparse.Namespace) -> tuple[Any, Callable[[], Any]]:
+    """Its config, and what makes its weights."""
+    if args.model == "demo":
+        config, params = stack.demo()
+        return config, lambda: params
+    config = stack.v3_config(args.layers, args.heads)
+    return config, lambda: stack.v3_params(config)
+
+
+def cache_bytes(config: Any, batch: int, context: int, kv_format: str, mtp: str) -> int:
+    """What the context takes in all layers, in whole pages; the draft layer's too where there are drafts."""
+    return batch * -(-context // PAGE_SIZE) * page_bytes(config, kv_format, mtp=mtp != "off")
+
+
 def compile_step(
-    config: Any, params: Any, batch: int, context: int, kv_format: str, implementation: str, steps: int, mtp: str
+    config: Any,
+    params: Any,
+    batch: int,
+    context: int,
+    room: int,
+    kv_format: str,
+    implementation: str,
+    steps: int,
+    mtp: str,
 ) -> tuple[Any, dict[str, float]]:
-    """The executable, and what it took. Several at a time take longer each."""
+    """The executable, and what it took. Several at a time take longer each. Shapes of the weights will do."""
     speculation = speculation_of(mtp)
-    state = jax.eval_shape(lambda: stack.running_state(config, params, batch, context, ROOM, kv_format, speculation))
+    state = jax.eval_shape(lambda: stack.running_state(config, params, batch, context, room, kv_format, speculation))
     slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
     started = time.perf_counter()
     options = {"config": config, "greedy": True, "implementation": implementation, "steps": steps}
@@ -127,7 +157,7 @@ def speculation_of(mtp: str) -> Speculation | None:
     return None if mtp == "off" else Speculation(*(int(n) for n in mtp.split("-")))
 
 
-def time_step(params: Any, state: Any, step: Any, per_call: int) -> dict[str, Any]:
+def time_step(params: Any, state: Any, step: Any, per_call: int, in_a_row: int) -> dict[str, Any]:
     """Runs a compiled step and times it."""
     batch = state.status.shape[0]
     slots = jnp.arange(batch, dtype=jnp.int32)
@@ -143,25 +173,27 @@ def time_step(params: Any, state: Any, step: Any, per_call: int) -> dict[str, An
     walls = []
     for _ in range(3):
         begin = time.perf_counter()
-        state, emitted = run(state, STEPS)
+        state, emitted = run(state, in_a_row)
         jax.block_until_ready(emitted)
-        walls.append((time.perf_counter() - begin) / STEPS * 1e6)
+        walls.append((time.perf_counter() - begin) / in_a_row * 1e6)
     wall = statistics.median(walls)
-    state, kernels = kernel_times(run, state, 16)
-    device = sum(t for _, t in kernels) / 16 * 1e3
+    state, kernels = kernel_times(run, state, SINGLE)
+    device = sum(t for _, t in kernels) / SINGLE * 1e3  # 0 without a GPU
     assert (np.asarray(emitted.tokens).max(axis=1) >= 0).all()  # still running
     return {
         "wall_us": round(wall, 1),
         "wall_spread_us": round(max(walls) - min(walls), 1),
         "device_us": round(device, 1),
         "wall_minus_device_us": round(wall - device, 1),
-        "kernels_per_step": len(kernels) / 16,
+        "kernels_per_step": len(kernels) / SINGLE,
         "steps_per_second": round(1e6 / wall, 1),
     }
 
 
 def kernel_times(run: Any, state: Any, steps: int) -> tuple[Any, list[tuple[str, float]]]:
     """The state after more steps, and (name, milliseconds) of each kernel in them, inside graphs too."""
+    if jax.default_backend() != "gpu":
+        return state, []
     from jax.experimental.mosaic.gpu import profiler
 
     cupti = profiler.mosaic_gpu_lib._mosaic_gpu_ext
