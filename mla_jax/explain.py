@@ -1,5 +1,6 @@
 """A tile schedule in words and pictures: which part computes which pages of which request."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,11 @@ SHOWN_PARTS = 40  # lines of the text chart, unless all are asked for
 
 @dataclass(frozen=True)
 class Piece:
-    """Blocks first_block … end_block − 1 of a request, done by one part. An empty request is a piece of 0 blocks."""
+    """Blocks first_block … end_block − 1 of a request, done by one part. An empty request is a piece of 0 blocks.
+
+    Attributes:
+        cost: in units of one block: what the scheduler counts for starting and ending a request in a part comes on top.
+    """
 
     part: int
     request: int
@@ -28,11 +33,7 @@ class Piece:
     end_block: int
     split: int
     num_splits: int
-
-    @property
-    def cost(self) -> int:
-        """In units of one block: the scheduler counts 5 for starting and ending a request in a part."""
-        return self.end_block - self.first_block + REQUEST_OVERHEAD
+    cost: int
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,13 @@ class Explanation:
         kv_lens: tokens per request.
         num_parts: parts that share the work.
         pieces: in the order in which the parts take them.
+        request_overhead: blocks that the scheduler counts for starting and ending a request in a part.
     """
 
     kv_lens: tuple[int, ...]
     num_parts: int
     pieces: tuple[Piece, ...]
+    request_overhead: int = REQUEST_OVERHEAD
 
     @property
     def load(self) -> list[int]:
@@ -78,6 +81,7 @@ class Explanation:
         return {
             "requests": len(self.kv_lens),
             "blocks": self.num_blocks,
+            "request_overhead": self.request_overhead,
             "parts": self.num_parts,
             "idle_parts": load.count(0),
             "largest_load": max(load),
@@ -114,7 +118,7 @@ class Explanation:
         return (
             f"{s['requests']} requests, {s['blocks']} blocks of {PAGE_SIZE} tokens, {s['parts']} parts, "
             f"{s['idle_parts']} of them idle\n"
-            f"Load of a part in blocks (a request in a part costs {REQUEST_OVERHEAD} more): "
+            f"Load of a part in blocks (a request in a part costs {self.request_overhead} more): "
             f"largest {s['largest_load']}, mean {s['mean_load']}, balance {self.balance:.1%}\n"
             f"Requests split over several parts: {s['split_requests']}; the most splits of one: "
             f"{max(p.num_splits for p in self.pieces)}\n\n"
@@ -122,15 +126,18 @@ class Explanation:
         )
 
 
-def explain(kv_lens: Sequence[int] | np.ndarray | jax.Array, num_parts: int) -> Explanation:
+def explain(
+    kv_lens: Sequence[int] | np.ndarray | jax.Array, num_parts: int, request_overhead: int = REQUEST_OVERHEAD
+) -> Explanation:
     """Who computes what when `tile_schedule` divides these requests over num_parts parts.
 
     Args:
         kv_lens: tokens per request, one or more, 0 allowed.
         num_parts: from `num_sm_parts`.
+        request_overhead: as `tile_schedule` takes it: FlashMLA's by default.
 
     Raises:
-        ValueError: no request, a negative length, or no part.
+        ValueError: no request, a negative length, no part, or an overhead out of range.
     """
     lengths = np.asarray(kv_lens)
     whole = lengths.ndim == 1 and lengths.size > 0 and np.issubdtype(lengths.dtype, np.integer)
@@ -140,26 +147,21 @@ def explain(kv_lens: Sequence[int] | np.ndarray | jax.Array, num_parts: int) -> 
         raise InputError(f"num_parts must be from 1 to {MAX_PARTS}, got {num_parts}.")
     lens: list[int] = lengths.tolist()
     blocks = [-(-n // PAGE_SIZE) for n in lens]
-    if sum(blocks) + REQUEST_OVERHEAD * len(lens) >= 2**31:
-        raise InputError("kv_lens: all blocks together, 5 more per request, must be fewer than 2³¹.")
-    schedule = tile_schedule(jnp.asarray(lens, jnp.int32), num_parts)
+    if sum(blocks) + request_overhead * len(lens) >= 2**31:
+        raise InputError(f"kv_lens: all blocks together, {request_overhead} more per request, must be fewer than 2³¹.")
+    schedule = tile_schedule(jnp.asarray(lens, jnp.int32), num_parts, request_overhead=request_overhead)
     rows, first_split = np.asarray(schedule.metadata), np.asarray(schedule.num_splits)
     pieces = []
     for part, (begin, end, begin_block, end_block, begin_split, *_) in enumerate(rows.tolist()):
         if begin == len(lens):
             continue
         for request in range(begin, end + 1):
-            pieces.append(
-                Piece(
-                    part=part,
-                    request=request,
-                    first_block=begin_block if request == begin else 0,
-                    end_block=end_block if request == end else blocks[request],
-                    split=begin_split if request == begin else 0,
-                    num_splits=int(first_split[request + 1] - first_split[request]),
-                )
-            )
-    return Explanation(tuple(lens), num_parts, tuple(pieces))
+            first = begin_block if request == begin else 0
+            last = end_block if request == end else blocks[request]
+            split = begin_split if request == begin else 0
+            num_splits = int(first_split[request + 1] - first_split[request])
+            pieces.append(Piece(part, request, first, last, split, num_splits, last - first + request_overhead))
+    return Explanation(tuple(lens), num_parts, tuple(pieces), request_overhead)
 
 
 def check_can_draw() -> None:
@@ -170,11 +172,17 @@ def check_can_draw() -> None:
         raise InputError("A picture needs matplotlib; install it with: pip install 'mla-jax[plot]'.") from None
 
 
-def plot(explanation: Explanation, file: str | Path) -> None:
+def picture_name(file: str | Path) -> str:
+    """What a picture that is to be written to FILE will be called: matplotlib adds .png to a name without a suffix."""
+    name = str(file)
+    return name if os.path.splitext(name)[1][1:] else name.rstrip(".") + ".png"
+
+
+def plot(explanation: Explanation, file: str | Path) -> str:
     """Draws the schedule as a picture: a row per part, a coloured bar per piece.
 
-    Needs matplotlib (`pip install mla-jax[plot]`). Raises ValueError if it is missing or the file cannot be
-    written.
+    Returns the picture's name, which is a PNG if FILE says nothing else. Needs matplotlib
+    (`pip install mla-jax[plot]`). Raises ValueError if it is missing or the file cannot be written.
     """
     check_can_draw()
     from matplotlib.figure import Figure
@@ -205,7 +213,7 @@ def plot(explanation: Explanation, file: str | Path) -> None:
         start[piece.part] += piece.cost
     axes.axvline(sum(start) / len(start), color="0.5", linewidth=1, linestyle="--", label="mean load")
     axes.set(
-        xlabel=f"load (blocks of {PAGE_SIZE} tokens, {REQUEST_OVERHEAD} more per request)",
+        xlabel=f"load (blocks of {PAGE_SIZE} tokens, {explanation.request_overhead} more per request)",
         ylabel="part",
         title=f"{len(explanation.kv_lens)} requests on {explanation.num_parts} parts, balance "
         f"{explanation.balance:.0%} (hatched: a split request; numbers: the request)",
@@ -217,10 +225,11 @@ def plot(explanation: Explanation, file: str | Path) -> None:
     if Path(file).is_dir():
         raise InputError(f"{file} is a folder; name the picture, such as {Path(file) / 'schedule.png'}.")
     try:
-        figure.savefig(file, dpi=150)
+        figure.savefig(name := picture_name(file), dpi=150)
     except (OSError, ValueError) as e:
         reason = getattr(e, "strerror", None) or str(e).split(" (")[0]
         raise InputError(f"{file} cannot be written ({reason}).") from None
+    return name
 
 
 def _bar(pieces: list[Piece], scale: float) -> str:

@@ -8,7 +8,9 @@ import pytest
 
 from mla_jax import explain
 from mla_jax.__main__ import main
+from mla_jax.attention.mosaic_gpu.config import KernelConfig
 from mla_jax.explain import plot
+from mla_jax.schedule import tile_schedule
 
 MIXED = [130, 4096, 70, 0, 900, 300, 64, 65]
 
@@ -53,6 +55,23 @@ def test_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert "3 requests, 69 blocks of 64 tokens, 66 parts" in capsys.readouterr().out
 
 
+def test_command_divides_as_the_kernel_does_unless_told(capsys: pytest.CaptureFixture) -> None:
+    argv = ["schedule", "--kv-lens", "130,4096,70", "--json"]
+    for options, overhead in (([], KernelConfig().request_overhead), (["--request-overhead", "5"], 5)):
+        assert main([*argv, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        schedule = tile_schedule(jnp.array([130, 4096, 70], jnp.int32), report["parts"], request_overhead=overhead)
+        assert report["request_overhead"] == overhead
+        assert report["splits"] == np.diff(schedule.num_splits).tolist()
+        assert all(p["cost"] == p["end_block"] - p["first_block"] + overhead for p in report["pieces"])
+
+
+def test_the_name_of_a_picture_is_the_one_it_gets(tmp_path: Path) -> None:
+    for name, written in (("a", "a.png"), ("b.", "b.png"), ("c.svg", "c.svg")):
+        assert plot(explain(MIXED, 8), tmp_path / name) == str(tmp_path / written)
+        assert (tmp_path / written).exists()
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
@@ -61,6 +80,8 @@ def test_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         (["--kv-lens", "5,-1"], "kv_lens"),
         (["--kv-lens", "3000000000"], "kv_lens"),
         (["--kv-lens", "5", "--num-sms", "0"], "--num-sms"),
+        (["--kv-lens", "5", "--request-overhead", "0"], "--request-overhead"),
+        (["--kv-lens", "5", "--request-overhead", "9999999"], "request_overhead"),
         (["--kv-lens", "5", "--plot", "/no/such/folder/x.png"], "/no/such/folder/x.png"),
         (["--kv-lens", "5", "--plot", "x.unknown"], "x.unknown"),
     ],

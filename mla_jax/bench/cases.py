@@ -1,7 +1,7 @@
 """What is timed: named shapes, with the lengths that FlashMLA's own benchmark draws."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -15,6 +15,7 @@ from mla_jax.errors import InputError
 
 DIM, LATENT = 576, 512  # DeepSeek's
 LONGEST_NAME = 80  # characters, so that its numbers can be read
+H200_FLOPS, H200_BYTES = 800e12, 4.5e12  # per second, about
 IMBALANCED = (4641, 45118, 1730, 1696)  # one long request among short ones
 
 GPU_CASES = (
@@ -94,6 +95,24 @@ class Case:
         return float(sum(self.lens) * kv_format(self.format).bytes_per_token(DIM))
 
     @property
+    def calls(self) -> int:
+        """That a timed program makes: about a millisecond's on an H200, so that starting it weighs little, 16 at most.
+
+        Not by what this run measures: the next run should time the same program.
+        """
+        if jax.default_backend() == "cpu":
+            return 1
+        return max(1, min(16, int(1e-3 / max(self.flops / H200_FLOPS, self.read_bytes / H200_BYTES))))
+
+    @property
+    def held_bytes(self) -> float:
+        """Of memory while it is timed, about: the cache, and queries and outputs of all calls."""
+        pages = sum(-(-n // PAGE_SIZE) for n in self.lens)
+        cache = pages * PAGE_SIZE * kv_format(self.format).bytes_per_token(DIM)
+        rows = self.calls * len(self.lens) * self.tokens * self.heads
+        return float(cache + rows * (DIM + LATENT) * max(self.query_dtype.itemsize, 2))
+
+    @property
     def query_dtype(self) -> jnp.dtype:
         """Of q."""
         dtype = kv_format(self.format).dtype
@@ -110,6 +129,19 @@ class Arrays:
     kv_lens: jax.Array
 
 
+def in_groups(cases: Mapping[int, Case], budget: float) -> list[dict[int, Case]]:
+    """The cases in order, in groups that hold so many bytes at most; one that takes more is a group of its own."""
+    groups: list[dict[int, Case]] = []
+    left = 0.0
+    for at, case in cases.items():
+        if not groups or case.held_bytes > left:
+            groups.append({})
+            left = budget
+        groups[-1][at] = case
+        left -= case.held_bytes
+    return groups
+
+
 def make_arrays(case: Case, calls: int) -> Arrays:
     """Random ones, the same every time."""
     lens = np.array(case.lens, np.int32)
@@ -120,13 +152,14 @@ def make_arrays(case: Case, calls: int) -> Arrays:
         row[:count] = order[end - count : end]
     keys = jax.random.split(jax.random.key(0), calls + 1)
     shape = (len(lens), case.tokens, case.heads, DIM)
-    queries = [_draw(key, shape, case.query_dtype) for key in keys[1:]]
+    queries = [draw(key, shape, case.query_dtype) for key in keys[1:]]
     drawn_as = jnp.dtype(jnp.bfloat16) if case.query_dtype.itemsize == 1 else case.query_dtype
-    latents = _draw(keys[0], (int(pages.sum()), PAGE_SIZE, DIM), drawn_as)
+    latents = draw(keys[0], (int(pages.sum()), PAGE_SIZE, DIM), drawn_as)
     cache = jax.jit(quantize_kv, static_argnums=1)(latents, case.format)
     return Arrays(queries, cache, jnp.asarray(table), jnp.asarray(lens))
 
 
 @jax.jit(static_argnums=(1, 2))
-def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+def draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """From a normal distribution."""
     return jax.random.normal(key, shape, jnp.bfloat16 if dtype.itemsize == 1 else dtype).astype(dtype)

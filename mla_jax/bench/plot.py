@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from mla_jax.errors import InputError
-from mla_jax.explain import check_can_draw
+from mla_jax.explain import check_can_draw, picture_name
 
 
-def draw(report: dict[str, Any], file: str | Path) -> None:
+def draw(report: dict[str, Any], file: str | Path) -> str:
     """A bar per case: per cent of what the machine could do, ours and, where it was timed, FlashMLA's.
 
-    Needs matplotlib (`pip install mla-jax[plot]`). Raises ValueError if it is missing, or the file cannot be written.
+    Returns the name of the picture, which is a PNG if FILE says nothing else. Needs matplotlib
+    (`pip install mla-jax[plot]`). Raises ValueError if it is missing, or the file cannot be written.
     """
     check_can_draw()
     from matplotlib.figure import Figure
@@ -33,6 +34,7 @@ def draw(report: dict[str, Any], file: str | Path) -> None:
     if rows:
         axes.legend(loc="lower right", fontsize=8)
     try:
-        figure.savefig(file, dpi=150)
+        figure.savefig(name := picture_name(file), dpi=150)
     except (OSError, ValueError) as e:
         raise InputError(f"{file} cannot be written ({e}).") from None
+    return name

@@ -1,8 +1,8 @@
-"""Times the cases and puts the results in rows: first `prepare`, which compiles, then `time_prepared`."""
+"""A case's programs, from `prepare`, which compiles them, and the row that their times make."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from mla_jax.attention.api import mla_decode, step_schedule
 from mla_jax.bench.cases import DIM, LATENT, Arrays, Case, make_arrays
 from mla_jax.bench.limits import Limits
 from mla_jax.bench.settings import parse_settings
-from mla_jax.bench.timing import Program, measure
+from mla_jax.bench.timing import Program, Times
 
 SCALE = DIM**-0.5
 OURS, PEER = "ours", "peer"  # names of programs; the others are settings of the kernel
@@ -37,17 +37,20 @@ class Wanted:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
-    """A case whose programs are compiled; each makes so many calls."""
+class Ready:
+    """What is known of a case before it is timed.
 
-    case: Case
+    Attributes:
+        implementation: that was chosen.
+        differences: of each program's output from the peer's, if there is one.
+    """
+
     implementation: str
-    calls: int
-    programs: dict[str, Program]
+    differences: dict[str, float]
 
 
-def prepare(case: Case, limits: Limits, wanted: Wanted) -> Prepared:
-    """Compile the programs of a case, and check that they agree.
+def prepare(case: Case, wanted: Wanted) -> tuple[Ready, dict[str, Program]]:
+    """Compile the programs of a case, and compare what they compute with the peer's.
 
     Several calls with queries of their own are one executable, which XLA captures into a graph; the schedule is made
     before, as a model makes it once for all layers.
@@ -55,44 +58,40 @@ def prepare(case: Case, limits: Limits, wanted: Wanted) -> Prepared:
     Raises:
         NotImplementedError: the implementation, its settings, or FlashMLA, cannot run here.
     """
-    calls = max(1, min(16, int(1e-3 / limits.seconds(case.flops, case.read_bytes))))
-    arrays = make_arrays(case, calls)
+    arrays = make_arrays(case, case.calls)
     chosen = case.implementation(wanted.implementation)
     programs = {OURS: _usual(case, arrays, chosen)}
     programs |= _with_settings(arrays, chosen, wanted.settings)
     if wanted.peer:
         programs[PEER] = flash_mla(case, arrays)
-    return Prepared(case, chosen, calls, programs)
+    for program in programs.values():
+        program.warm_up()
+    return Ready(chosen, _differences(programs) if wanted.peer else {}), programs
 
 
-def time_prepared(prepared: Prepared, limits: Limits, rounds: int) -> dict[str, Any]:
-    """A row: time of one call, beside FlashMLA's if there is a peer, and beside the machine's limits."""
-    case, programs = prepared.case, prepared.programs
-    seconds = limits.seconds(case.flops, case.read_bytes)
-    others = {name: program for name, program in programs.items() if name not in (OURS, PEER)}
-    differences = _differences(programs) if PEER in programs else {}
-    times = measure(programs, prepared.calls, rounds)
+def row_of(case: Case, ready: Ready, times: Mapping[str, Times], limits: Limits) -> dict[str, Any]:
+    """Time of one call, beside FlashMLA's if there is a peer, and beside the machine's limits."""
     median = times[OURS].median
     row: dict[str, Any] = {
         "case": case.name,
-        "implementation": prepared.implementation,
-        "us": round(median * 1e6, 2),
+        "implementation": ready.implementation,
+        "us": times[OURS].us,
         "spread_us": times[OURS].spread_us(),
+        "rounds": len(times[OURS].rounds),
         "tflops": float(f"{case.flops / median / 1e12:.4g}"),
         "gbps": float(f"{case.read_bytes / median / 1e9:.4g}"),
-        "percent_of_limit": round(100 * seconds / median, 1),
+        "percent_of_limit": round(100 * limits.seconds(case) / median, 1),
     }
-    if PEER in programs:
-        theirs = times[PEER].median
-        row |= {"peer": "flash_mla", "peer_us": round(theirs * 1e6, 2), "peer_spread_us": times[PEER].spread_us()}
-        row |= {"ratio": round(theirs / median, 4), "difference_from_peer": differences[OURS]}
-    if others:
-        row["settings"] = [
-            {"settings": name, "us": round(times[name].median * 1e6, 2), "spread_us": times[name].spread_us()}
-            | ({"difference_from_peer": differences[name]} if differences else {})
-            for name in others
-        ]
-    return row
+    if PEER in times:
+        row |= {"peer": "flash_mla", "peer_us": times[PEER].us, "peer_spread_us": times[PEER].spread_us()}
+        row |= {"ratio": round(times[PEER].median / median, 4), "difference_from_peer": ready.differences[OURS]}
+    others = [
+        {"settings": name, "us": found.us, "spread_us": found.spread_us()}
+        | ({"difference_from_peer": ready.differences[name]} if ready.differences else {})
+        for name, found in times.items()
+        if name not in (OURS, PEER)
+    ]
+    return row | ({"settings": others} if others else {})
 
 
 def _usual(case: Case, arrays: Arrays, chosen: str) -> Program:
@@ -106,7 +105,7 @@ def _usual(case: Case, arrays: Arrays, chosen: str) -> Program:
 
     args = _arguments(arrays, schedule)
     compiled = _compile(call, args)
-    return Program(lambda: compiled(*args))
+    return Program(lambda: compiled(*args), calls=len(arrays.queries))
 
 
 def _with_settings(arrays: Arrays, chosen: str, settings: Sequence[str]) -> dict[str, Program]:
@@ -131,7 +130,7 @@ def _with_settings(arrays: Arrays, chosen: str, settings: Sequence[str]) -> dict
         config = parse_settings(text, launch.config_for(q))
         args = _arguments(arrays, launch.schedule_for(q, arrays.kv_lens, config))
         kernel = compiled(dataclasses.replace(config, request_overhead=1))  # which is the schedule's matter
-        return Program(lambda: kernel(*args))
+        return Program(lambda: kernel(*args), calls=len(arrays.queries))
 
     return {text: program(text) for text in settings}
 
@@ -190,4 +189,4 @@ def flash_mla(case: Case, arrays: Arrays) -> Program:
     if arrays.cache.dtype == jnp.uint8:
         arrays = make_arrays(dataclasses.replace(case, format="bf16"), len(arrays.queries))
     start, wait = replay.dense_decode(arrays.queries, arrays.cache, arrays.block_table, arrays.kv_lens, LATENT, SCALE)
-    return Program(start, wait)
+    return Program(start, wait, len(arrays.queries))

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,46 +14,53 @@ PAUSE = 0.01  # seconds between bursts: a card that computes without pause lower
 
 @dataclass(frozen=True)
 class Program:
-    """Something to time: `start` returns at once, `wait` returns when what it returned is there."""
+    """Something to time: `start` returns at once, `wait` returns when what it returned is there.
+
+    Attributes:
+        calls: of what is timed, that each start makes.
+    """
 
     start: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
+    calls: int = 1
+
+    def warm_up(self) -> None:
+        """What the first starts do once."""
+        _burst(self, FEW)
+
+    def seconds(self) -> float:
+        """Of one call, measured once: a round of this program.
+
+        The slope between starting it a few times and many times, so what starting costs does not count, as long as the
+        device takes longer than that.
+        """
+        time.sleep(PAUSE)
+        short, long = (min(_burst(self, times) for _ in range(2)) for times in (FEW, MANY))
+        return (long - short) / ((MANY - FEW) * self.calls)
 
 
 @dataclass(frozen=True)
 class Times:
     """Of one program, in seconds, one for each round."""
 
-    rounds: list[float]
+    rounds: Sequence[float]
 
     @property
     def median(self) -> float:
         """Seconds."""
         return statistics.median(self.rounds)
 
+    @property
+    def us(self) -> float:
+        """The median in microseconds."""
+        return round(self.median * 1e6, 2)
+
     def spread_us(self) -> list[float]:
-        """Least and most, in microseconds."""
+        """Least and most of all rounds, in microseconds."""
         return [round(min(self.rounds) * 1e6, 2), round(max(self.rounds) * 1e6, 2)]
 
 
-def measure(programs: Mapping[str, Program], calls: int, rounds: int) -> dict[str, Times]:
-    """Seconds per call of programs that make so many calls, taken in turns, so that all see the same machine.
-
-    A time is the slope between starting a program a few times and many times, so what starting costs does not count,
-    as long as the device takes longer than that.
-    """
-    for program in programs.values():
-        _seconds(program, FEW)
-    found: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            time.sleep(PAUSE)
-            short, long = (min(_seconds(program, times) for _ in range(2)) for times in (FEW, MANY))
-            found[name].append((long - short) / ((MANY - FEW) * calls))
-    return {name: Times(rounds) for name, rounds in found.items()}
-
-
-def _seconds(program: Program, times: int) -> float:
+def _burst(program: Program, times: int) -> float:
     began = time.perf_counter()
     for _ in range(times):
         result = program.start()

@@ -13,11 +13,10 @@ import jax
 
 from mla_jax.attention.mosaic_gpu.config import KernelConfig
 from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case
-from mla_jax.bench.jobs import run_cases
-from mla_jax.bench.limits import Limits, measure_limits
 from mla_jax.bench.plot import draw
 from mla_jax.bench.run import Wanted, peer_cannot_run
 from mla_jax.bench.settings import parse_settings
+from mla_jax.bench.turns import Results, run_cases, steps
 from mla_jax.cli.common import check_can_write, installed_versions, physical_memory, progress_bar
 from mla_jax.errors import InputError
 from mla_jax.explain import check_can_draw
@@ -33,7 +32,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--implementation", metavar="NAME", help="of mla_decode; default: the fastest that can run")
     parser.add_argument("--against", choices=("flash_mla",), help="time this beside it, in the same process")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="measurements of each case; default 9")
+    parser.add_argument(
+        "--rounds", type=int, default=9, metavar="N", help="measurements of each case, taken in turns; default 9"
+    )
     parser.add_argument(
         "--jobs",
         type=int,
@@ -48,7 +49,7 @@ def add_parser(commands: Any) -> None:
         metavar="FIELD=VALUE,…",
         help="time the Hopper kernel with these, too; may be given more than once",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the results there as JSON, after every case")
+    parser.add_argument("--output", metavar="FILE", help="write the results there as JSON, after every round")
     parser.add_argument("--plot", metavar="FILE", help="draw them (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
     parser.set_defaults(run=run)
@@ -75,30 +76,40 @@ def run(args: argparse.Namespace) -> None:
         parse_settings(text, KernelConfig())
     for case in cases:
         _check_case(case, args.implementation, alone=len(cases) == 1)
-    limits = measure_limits(cases[0].query_dtype)
-    wanted = Wanted(args.implementation, args.against is not None, tuple(args.settings), args.rounds)
-    report = _run(cases, limits, wanted, args)
+    report = _run(cases, Wanted(args.implementation, args.against is not None, tuple(args.settings), args.rounds), args)
     print(json.dumps(report) if args.json else _text(report), flush=True)
     if args.plot is not None:
-        draw(report, args.plot)
+        print(f"Picture written to {draw(report, args.plot)}", file=sys.stderr)
     if any("failed" in row for row in report["rows"]) or all("skipped" in row for row in report["rows"]):
         sys.exit(1)  # also if nothing was timed
 
 
-def _run(cases: list[Case], limits: Limits, wanted: Wanted, args: argparse.Namespace) -> dict[str, Any]:
-    """The report, which is written to --output whenever a row has come."""
-    order = [case.name for case in cases]
-    rows: list[dict[str, Any]] = []
-    for row in progress_bar(run_cases(cases, limits, wanted, args.jobs), unit="case", total=len(cases)):
-        if len(cases) == 1 and "skipped" in row:
-            raise NotImplementedError(row["skipped"])
-        rows = sorted([*rows, row], key=lambda row: order.index(row["case"]))
-        report = _report(rows, limits)
+def _run(cases: list[Case], wanted: Wanted, args: argparse.Namespace) -> dict[str, Any]:
+    """The report, which is written to --output whenever something was found."""
+    results, budget = Results(cases), _memory_budget()
+    total = steps(cases, wanted.rounds, budget)
+    for what in progress_bar(run_cases(results, wanted, args.jobs, budget), unit="step", total=total):
+        report = _report(results)
+        if len(cases) == 1 and "skipped" in (report["rows"] or [{}])[0]:
+            raise NotImplementedError(report["rows"][0]["skipped"])
         if args.output is not None:
             Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
-        if not sys.stderr.isatty():  # a log, which should show how far it came
-            print(_line(row), file=sys.stderr, flush=True)
+        _log(what)
+    for row in report["rows"]:
+        _log(_line(row))
     return report
+
+
+def _memory_budget() -> float:
+    """Bytes that cases may hold together; what they compute with comes on top."""
+    if jax.default_backend() == "cpu":
+        return physical_memory() / 4
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 2**34) / 2
+
+
+def _log(line: str) -> None:
+    if not sys.stderr.isatty():  # a log, which should show how far it came
+        print(line, file=sys.stderr, flush=True)
 
 
 def _check_case(case: Case, implementation: str | None, *, alone: bool) -> None:
@@ -112,10 +123,12 @@ def _check_case(case: Case, implementation: str | None, *, alone: bool) -> None:
             raise
 
 
-def _report(rows: list[dict[str, Any]], limits: Limits) -> dict[str, Any]:
+def _report(results: Results) -> dict[str, Any]:
+    limits = results.limits
     return {
-        "rows": rows,
-        "limits": dataclasses.asdict(limits),
+        "rows": results.rows(),
+        "limits": None if limits is None else dataclasses.asdict(limits),
+        "span_s": round(results.span_s, 1),
         "device": jax.devices()[0].device_kind,
         "versions": installed_versions(PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -124,14 +137,28 @@ def _report(rows: list[dict[str, Any]], limits: Limits) -> dict[str, Any]:
 
 
 def _text(report: dict[str, Any]) -> str:
-    limits = report["limits"]
-    lines = [
-        f"{report['device']}: reads {limits['read_gbps']} GB/s, copies {limits['copy_gbps']} GB/s, multiplies "
-        f"{limits['matmul_tflops']} TFLOP/s",
-        f"{'case':<26}{'implementation':<16}{'µs':>10}{'spread':>20}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}"
-        f"{'× peer':>8}",
+    head = (
+        f"{'case':<26}{'implementation':<16}{'µs':>10}{'least … most':>20}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}"
+    )
+    return "\n".join(
+        [
+            f"{report['device']}; medians of rounds in turns, over {report['span_s']:.0f} s, and the least and most",
+            *_limit_lines(report["limits"]),
+            f"{head}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}{'× peer':>8}",
+            *(_line(row) for row in report["rows"]),
+        ]
+    )
+
+
+def _limit_lines(limits: dict[str, Any]) -> list[str]:
+    spread = limits["spread"]
+    found = [("reads", "GB/s", limits["read_gbps"], spread["read_gbps"])]
+    found += [("copies", "GB/s", limits["copy_gbps"], spread["copy_gbps"])]
+    for name, rate in limits["matmul_tflops"].items():
+        found.append((f"multiplies {name}", "TFLOP/s", rate, spread["matmul_tflops"][name]))
+    return [
+        f"    {name:<38}{rate:>10.4g}{f'{low:.4g} … {high:.4g}':>20} {unit}" for name, unit, rate, (low, high) in found
     ]
-    return "\n".join([*lines, *(_line(row) for row in report["rows"])])
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -143,7 +170,12 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['case']:<26}{row['implementation']:<16}{row['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"
         f"{row['tflops']:>9.4g}{row['gbps']:>8.4g}{row['percent_of_limit']:>12.1f}{ratio:>8}"
     ]
-    for other in row.get("settings", []):
-        low, high = other["spread_us"]
-        lines.append(f"    {other['settings']:<38}{other['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}")
+    if "peer_us" in row:
+        lines.append(_other_line(row["peer"], row["peer_us"], row["peer_spread_us"]))
+    lines += [_other_line(other["settings"], other["us"], other["spread_us"]) for other in row.get("settings", [])]
     return "\n".join(lines)
+
+
+def _other_line(name: str, us: float, spread_us: list[float]) -> str:
+    low, high = spread_us
+    return f"    {name:<38}{us:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"

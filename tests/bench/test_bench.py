@@ -1,12 +1,17 @@
 """The benchmark's cases, arithmetic and report; its times are the machine's."""
 
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -15,12 +20,21 @@ import numpy as np
 import pytest
 
 from mla_jax.__main__ import main
-from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case, make_arrays
-from mla_jax.bench.limits import Limits
-from mla_jax.bench.run import flash_mla
-from mla_jax.bench.timing import Program, measure
+from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case, in_groups, make_arrays
+from mla_jax.bench.limits import Limits, factors, limit_programs
+from mla_jax.bench.run import Ready, Wanted, flash_mla
+from mla_jax.bench.share import Here
+from mla_jax.bench.timing import Program, Times
+from mla_jax.bench.turns import Results, run_cases, steps
+from mla_jax.cli.bench import _text
 
 SMALL = "fp32_b2_h2_s1_1k~"
+
+
+@pytest.fixture(autouse=True)
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of 64 MiB would be most of these tests."""
+    monkeypatch.setattr("mla_jax.bench.limits._sizes", lambda: (2**20, 64))
 
 
 @pytest.mark.parametrize("name", [*GPU_CASES, *CPU_CASES])
@@ -57,51 +71,147 @@ def test_pages_are_shuffled_and_owned_once() -> None:
     assert len(arrays.queries) == 2 and not np.array_equal(*arrays.queries)
 
 
-def test_the_slope_leaves_out_what_starting_costs() -> None:
-    clock = {"now": 0.0}
+def test_the_slope_leaves_out_what_starting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert clock.program(lambda: 2.0, calls=4).seconds() == 0.5
+    assert clock.program(lambda: 3.0, calls=4).seconds() == 0.75
+    assert Times([0.75, 0.5, 1.0]).spread_us() == [500000.0, 1000000.0] and Times([0.75, 0.5, 1.0]).us == 750000.0
 
-    def start(cost: float) -> Program:
-        def run() -> None:
-            clock["now"] += cost
+
+def test_two_runs_on_a_machine_that_drifts_differ_by_less_than_their_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its speed swings by a third, slowly enough that all rounds of one case, taken at once, would look steady."""
+    clock = Clock(monkeypatch)
+    swing = 3000.0  # seconds
+
+    def prepare(case: Case, wanted: Wanted) -> tuple[Ready, dict[str, Program]]:
+        cost = case.heads / 16
+        return Ready("xla", {}), {"ours": clock.program(lambda: cost * (1 + np.sin(2 * np.pi * clock.now / swing) / 3))}
+
+    monkeypatch.setattr("mla_jax.bench.share.prepare", prepare)
+    steady = {name: clock.program(lambda: 1.0) for name in ("read", "copy", "float32")}
+    monkeypatch.setattr("mla_jax.bench.turns.limit_programs", lambda dtypes: steady)
+    cases = [Case.parse(f"fp32_b1_h{heads}_s1_1k") for heads in (8, 16, 32, 64)]
+    runs = []
+    for _ in range(6):
+        list(run_cases(results := Results(cases), Wanted(), 1, budget=1e12))
+        runs.append(results.rows())
+        clock.now += swing / 5.3
+    for row in (row for rows in runs for row in rows):
+        assert row["rounds"] == 9 and row["spread_us"][1] > 1.5 * row["spread_us"][0]
+    for before, after in itertools.pairwise(runs):
+        for a, b in zip(before, after, strict=True):
+            widths = (row["spread_us"][1] - row["spread_us"][0] for row in (a, b))
+            assert abs(a["us"] - b["us"]) < min(widths)
+
+
+class Clock:
+    """A clock that only the programs move; starting them and waiting costs five seconds for each burst."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 0.0
+        monkeypatch.setattr(
+            "mla_jax.bench.timing.time", types.SimpleNamespace(perf_counter=lambda: self.now, sleep=abs)
+        )
+
+    def program(self, cost: Callable[[], float], calls: int = 1) -> Program:
+        """Takes so many seconds, by what the clock says when it is started."""
+
+        def start() -> None:
+            self.now += cost()
 
         def wait(_: object) -> None:
-            clock["now"] += 5.0  # starting and waiting, once for each burst
+            self.now += 5.0
 
-        return Program(run, wait)
+        return Program(start, wait, calls)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mla_jax.bench.timing.time.perf_counter", lambda: clock["now"])
-        times = measure({"a": start(2.0), "b": start(3.0)}, calls=4, rounds=3)
-    assert times["a"].rounds == [0.5] * 3 and times["b"].median == 0.75
-    assert times["b"].spread_us() == [750000.0, 750000.0]
+
+def test_no_case_is_lost_when_memory_holds_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("bf16_b8_h16_s1_1k~", "fp32_b1_h16_s1_4k", "bf16_b1_h16_s1_1k", "fp8_b1_h16_s1_1k")
+    cases = dict(enumerate(map(Case.parse, names)))
+    assert all(case.read_bytes < case.held_bytes < 1.5 * case.read_bytes for case in cases.values())
+    assert in_groups(cases, 1e12) == [cases] and in_groups(cases, 1.0) == [{at: cases[at]} for at in cases]
+    assert [list(group) for group in in_groups(cases, 5 * cases[2].held_bytes)] == [[0], [1], [2, 3]]
+    held: list[set[str]] = []
+
+    def round_of(share: Here) -> dict[int, dict[str, float]]:
+        held.append({case.name for case in share._cases.values()})
+        return {at: {"ours": 1.0} for at in share._cases}
+
+    monkeypatch.setattr("mla_jax.bench.share.prepare", lambda case, wanted: (Ready("xla", {}), {}))
+    monkeypatch.setattr(Here, "round", round_of)
+    monkeypatch.setattr("mla_jax.bench.turns.limit_programs", lambda dtypes: {"read": STILL, "copy": STILL} | PRODUCTS)
+    results = Results(list(cases.values()))
+    said = list(run_cases(results, Wanted(rounds=2), 1, budget=1.0))
+    assert len(said) == steps(results.cases, 2, budget=1.0) == 4 + 2 * 4
+    assert held == [{name} for name in names for _ in range(2)]
+    assert [row["case"] for row in results.rows()] == list(names) and all(row["rounds"] == 2 for row in results.rows())
+
+
+STILL = types.SimpleNamespace(warm_up=lambda: None, seconds=lambda: 1.0)  # a program that is not run
+PRODUCTS = {name: STILL for name in ("bfloat16", "float32", "float8_e4m3fn")}
 
 
 def test_the_limit_is_what_binds() -> None:
-    limits = Limits(read_gbps=100.0, copy_gbps=80.0, matmul_tflops=1.0)
-    assert limits.seconds(2e12, 1e9) == 2.0
-    assert limits.seconds(1e9, 1e12) == 10.0
+    case = Case.parse("bf16_b4_h128_s2_4k")
+    products, reads = case.flops / 1e12, case.read_bytes / 1e9
+    assert Limits(2.0 * reads, reads, {"bfloat16": products / 3}).seconds(case) == pytest.approx(3.0)
+    assert Limits(2.0 * reads, reads, {"bfloat16": products * 3}).seconds(case) == pytest.approx(0.5)
 
 
-def test_report_text_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_no_kernel_can_exceed_the_limit_of_an_fp8_case() -> None:
+    """Which may multiply in e4m3; where that is slower, as on a CPU, 16 bits are the limit."""
+    case = Case.parse("fp8_b4_h128_s2_4k")
+    products = case.flops / 1e12
+    assert factors(case) == ["bfloat16", "float8_e4m3fn"]
+    assert factors(Case.parse("fp8_ds_mla_b4_h128_s2_4k")) == ["bfloat16"]
+    for rates, seconds in (((1.0, 2.0), 0.5), ((1.0, 0.1), 1.0)):
+        by_dtype = {name: rate * products for name, rate in zip(factors(case), rates, strict=True)}
+        assert Limits(1e9, 1e9, by_dtype).seconds(case) == pytest.approx(seconds)
+
+
+def test_limits_have_a_spread() -> None:
+    rounds = Times([1.0, 0.5, 2.0])
+    limits = Limits.of({"read": rounds, "copy": rounds, "bfloat16": rounds})
+    assert limits.spread["read_gbps"] == pytest.approx([limits.read_gbps / 2, limits.read_gbps * 2], rel=1e-3)
+    low, high = limits.spread["matmul_tflops"]["bfloat16"]
+    assert low < limits.matmul_tflops["bfloat16"] < high
+    assert set(limit_programs(["float8_e4m3fn", "bfloat16"])) == {"read", "copy", "bfloat16", "float8_e4m3fn"}
+
+
+def test_report_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     argv = ["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "2"]
-    assert main([*argv, "--json", "--output", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows.png")]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert main([*argv, "--json", "--output", str(tmp_path / "rows.json"), "--plot", str(tmp_path / "rows")]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out.splitlines()[-1])
     assert report == json.loads((tmp_path / "rows.json").read_text())
-    assert {"rows", "limits", "device", "versions", "date", "command"} <= set(report)
+    assert {"rows", "limits", "span_s", "device", "versions", "date", "command"} <= set(report)
+    assert set(report["limits"]["matmul_tflops"]) == {"float32", "bfloat16", "float8_e4m3fn"}
     for row in report["rows"]:
-        assert (
-            row["implementation"] == "xla" and row["us"] > 0 and row["spread_us"][0] <= row["us"] <= row["spread_us"][1]
-        )
+        low, high = row["spread_us"]
+        assert row["implementation"] == "xla" and row["us"] > 0 and low <= row["us"] <= high and row["rounds"] == 2
         assert row["gbps"] > 0 and row["tflops"] > 0 and row["percent_of_limit"] > 0 and "ratio" not in row
-    assert (tmp_path / "rows.png").stat().st_size > 10_000
+    assert (tmp_path / "rows.png").stat().st_size > 10_000 and f"Picture written to {tmp_path}/rows.png" in err
+    assert f"{SMALL} is compiled\n" in err and "round 2 of 2\n" in err
+
+
+def test_the_table_shows_every_spread() -> None:
+    row = {"case": SMALL, "implementation": "xla", "us": 2.0, "spread_us": [1.1, 3.1], "tflops": 1.0, "gbps": 1.0}
+    row |= {"percent_of_limit": 50.0, "peer": "flash_mla", "peer_us": 4.0, "peer_spread_us": [3.3, 5.5], "ratio": 2.0}
+    row |= {"settings": [{"settings": "held_back=2", "us": 6.0, "spread_us": [5.9, 6.1]}]}
+    limits = Limits.of({name: Times([1.0, 2.0, 4.0]) for name in ("read", "copy", "bfloat16")})
+    report = {"rows": [row], "limits": dataclasses.asdict(limits), "span_s": 12.0, "device": "cpu"}
+    text = _text(report)
+    lines = [f"{SMALL:<26}xla", "flash_mla .* 4.0 .* 3.3 … 5.5", "held_back=2 .* 5.9 … 6.1", "reads .* … .* GB/s"]
+    assert all(re.search(line, text) for line in [*lines, "multiplies bfloat16 .* … .* TFLOP/s", "over 12 s"])
 
 
 @pytest.mark.timeout(120)
 def test_processes_and_a_case_that_fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_jax.cli.bench._check_case", lambda *args, **kwargs: None)
-    assert main(["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "1", "--jobs", "2", "--json"]) == 0
+    names = [SMALL, "fp8_b1_h2_s1_1k", SMALL]  # one of them twice, which shows how steady the machine is
+    assert main(["bench", *names, "--rounds", "2", "--jobs", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [row["case"] for row in rows] == [SMALL, "fp8_b1_h2_s1_1k"] and all(row["us"] > 0 for row in rows)
+    assert [row["case"] for row in rows] == names and all(row["us"] > 0 and row["rounds"] == 2 for row in rows)
     with pytest.raises(SystemExit):
         main(["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "1", "--implementation", "zz", "--json"])
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
@@ -145,21 +255,51 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
     assert sentence in message and message.count("\n") == 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
+
+
+@needs_proc
 def test_a_killed_process_does_not_hold_up_the_others() -> None:
-    """As the kernel does it when memory runs out: others may wait for the lock that it held."""
-    command = [sys.executable, "-m", "mla_jax", "bench", SMALL, "fp32_b1_h2_s1_1k", "--jobs", "2", "--json"]
-    with subprocess.Popen(
-        [*command, "--rounds", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    ) as bench:
-        give_up = time.monotonic() + 60
-        while len(workers := _spawned_by(bench.pid)) < 2 and time.monotonic() < give_up:
-            time.sleep(0.1)
+    """As the kernel does it when memory runs out."""
+    with _bench_in_two_processes(rounds=2) as (bench, workers):
         os.kill(workers[0], signal.SIGKILL)
         out, _ = bench.communicate(timeout=60)
     rows = json.loads(out.splitlines()[-1])["rows"]
-    assert bench.returncode == 1 and len(rows) == 2 and any("ended" in row.get("failed", "") for row in rows)
-    assert not _spawned_by(bench.pid)
+    assert bench.returncode == 1 and len(rows) == 2
+    assert sorted("us" in row or "process ended" in row["failed"] for row in rows) == [True, True]
+    assert sum("us" in row for row in rows) == 1
+    assert not any(map(_runs, workers))
+
+
+@needs_proc
+def test_processes_end_with_the_one_that_started_them() -> None:
+    with _bench_in_two_processes(rounds=1_000_000) as (bench, workers):
+        bench.terminate()
+        bench.communicate(timeout=60)
+    assert bench.returncode == -signal.SIGTERM
+    give_up = time.monotonic() + 30
+    while any(map(_runs, workers)) and time.monotonic() < give_up:
+        time.sleep(0.1)
+    assert not any(map(_runs, workers))
+
+
+@contextlib.contextmanager
+def _bench_in_two_processes(rounds: int) -> Iterator[tuple[subprocess.Popen, list[int]]]:
+    command = [sys.executable, "-m", "mla_jax", "bench", SMALL, "fp32_b1_h2_s1_1k", "--jobs", "2", "--json"]
+    command += ["--rounds", str(rounds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as bench:
+        give_up = time.monotonic() + 60
+        while len(workers := _spawned_by(bench.pid)) < 2 and time.monotonic() < give_up:
+            time.sleep(0.1)
+        yield bench, workers
+
+
+def _runs(pid: int) -> bool:
+    """False for one that has ended, though nobody has asked for its exit code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _spawned_by(pid: int) -> list[int]:

@@ -1,0 +1,60 @@
+"""Is `python -m mla_jax bench` repeatable: two runs of it, one after the other, and whether they agree.
+
+`python tests/benchmarks/bench_twice.py [CASE... OPTION...]` passes its arguments on. A case agrees if the medians of
+the two runs differ by less than either run's spread, from least to most; it is *inside* if each median also lies within
+the other run's spread. Exit code 1 if a case or a limit of the machine does not agree.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Measured(NamedTuple):
+    """A median, the least and the most."""
+
+    median: float
+    low: float
+    high: float
+
+
+def main() -> int:
+    reports = [_run(sys.argv[1:]) for _ in range(2)]
+    first, second = (dict(_measured(report)) for report in reports)
+    print(f"{'':<34}{'first':>10}{'least … most':>22}{'second':>10}{'least … most':>22}{'differ':>9}")
+    bad = [name for name in first if not _compare(name, first[name], second[name])]
+    print(f"{len(first) - len(bad)} of {len(first)} agree" + (f"; not: {', '.join(bad)}" if bad else ""))
+    return 1 if bad else 0
+
+
+def _compare(name: str, a: Measured, b: Measured) -> bool:
+    difference = abs(a.median - b.median)
+    agree = difference < min(a.high - a.low, b.high - b.low)
+    inside = b.low <= a.median <= b.high and a.low <= b.median <= a.high
+    spans = (f"{m.median:>10.5g}{f'{m.low:.5g} … {m.high:.5g}':>22}" for m in (a, b))
+    words = ("agrees" if agree else "DIFFERS") + (", inside" if inside else "")
+    print(f"{name:<34}{''.join(spans)}{difference / a.median:>9.1%} {words}")
+    return agree
+
+
+def _run(arguments: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "mla_jax", "bench", "--json", *arguments]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def _measured(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
+    for row in report["rows"]:
+        if "us" in row:
+            yield f"{row['case']}, µs", Measured(row["us"], *row["spread_us"])
+    limits, spread = report["limits"], report["limits"]["spread"]
+    for name in ("read_gbps", "copy_gbps"):
+        yield name, Measured(limits[name], *spread[name])
+    for name, rate in limits["matmul_tflops"].items():
+        yield f"{name}, TFLOP/s", Measured(rate, *spread["matmul_tflops"][name])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
