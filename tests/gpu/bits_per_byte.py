@@ -62,6 +62,7 @@ class Job:
     implementation: str
     cache: str
     tokens_per_step: int
+    windows: int
     max_bytes: int | None
     draft: str | None
 
@@ -73,13 +74,14 @@ def main() -> None:
     parser.add_argument("--implementations", nargs="+", default=["xla", "mosaic_gpu"])
     parser.add_argument("--caches", nargs="+", choices=tuple(CACHES), default=list(CACHES))
     parser.add_argument("--tokens-per-step", type=int, nargs="+", default=[32, 1])
+    parser.add_argument("--windows", type=int, default=64, help="of the sample at a time, requests of a step")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="of the sample; default: all")
     parser.add_argument("--draft", metavar="1-1-2", help="count the tokens that such drafts keep too")
-    parser.add_argument("--jobs", type=int, default=12, help="processes")
+    parser.add_argument("--jobs", type=int, default=16, help="processes")
     args = parser.parse_args()
     started = time.perf_counter()
     jobs = [
-        Job(implementation, cache, tokens, args.max_bytes, args.draft if tokens == 1 else None)
+        Job(implementation, cache, tokens, args.windows, args.max_bytes, args.draft if tokens == 1 else None)
         for tokens, cache, implementation in itertools.product(args.tokens_per_step, args.caches, args.implementations)
     ]
     rows = []
@@ -125,6 +127,8 @@ def score(job: Job) -> dict[str, Any]:
             found = evaluate(params, config, text[: job.max_bytes], **how)
         except NotImplementedError as e:
             return row | {"skipped": str(e)}
+        except Exception as e:  # the others are worth having
+            return row | {"failed": f"{type(e).__name__}: {e}"[:500]}
         row |= {"bits_per_byte": found.bits_per_byte, "scored_tokens": found.scored_tokens}
         if job.draft is not None:
             speculation = Speculation(*(int(n) for n in job.draft.split("-")))
@@ -134,9 +138,10 @@ def score(job: Job) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def patched(job: Job, cache: Cache) -> Iterator[None]:
-    """So many tokens a step, and queries in e4m3 where wanted."""
+    """So many tokens a step and windows at a time, and queries in e4m3 where wanted."""
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch("mla_jax.decode.evaluate.DECODE_CHUNK", job.tokens_per_step))
+        patches.enter_context(mock.patch("mla_jax.decode.evaluate.BATCH", job.windows))
         if cache.e4m3_queries:
             patches.enter_context(mock.patch("mla_jax.model.attend.mla_decode", with_e4m3_queries))
         yield

@@ -2,8 +2,8 @@
 
 All are fed what "xla" chose, so that every choice is made behind the same tokens, over a cache that the model wrote
 (prompts of held-out text for the demo model, random ones for a stack of DeepSeek-V3's attention with random weights,
-whose logits lie close together). Logits of bf16 weights are bf16 numbers: the best two are often the same number, and
-any other rounding decides for the other. So others that are right too show how much rounding does ("xla" with smaller
+whose logits lie close together). The best two logits are now and then as near as bf16 numbers can be, or equal, and any
+other rounding decides for the other. So others that are right too show how much rounding does ("xla" with smaller
 chunks, "reference"), and the same step with the weights widened to float32 who is nearer to what all of them mean.
 """
 
@@ -41,7 +41,7 @@ class Model:
         start: all slots running, prompts of zeros in the cache.
         prompts: int32 `[b, context + 1]`; the last token is what the first step is fed.
         steps: by implementation, and that of the truth.
-        refused: why an implementation cannot run here.
+        refused: why an implementation cannot run here, or failed.
     """
 
     name: str
@@ -143,7 +143,12 @@ def _run_all(model: Model, args: argparse.Namespace) -> dict[str, Run]:
     for name, step in model.steps.items():  # the first of args.implementations is the first here
         params = model.wide_params if name == TRUTH else model.params
         tokens = next(iter(runs.values())).tokens if runs else None
-        runs[name] = Run(*forced.run(step.result(), params, start, args.steps, tokens))
+        try:
+            runs[name] = Run(*forced.run(step.result(), params, start, args.steps, tokens))
+        except Exception as e:
+            if name in (TRUTH, args.implementations[0]):  # what the others are compared with
+                raise
+            model.refused[name] = f"{type(e).__name__}: {e}"[:500]
     return runs
 
 

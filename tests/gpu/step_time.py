@@ -82,6 +82,8 @@ def main() -> None:
             case |= time_step(params, state, compiled, per_call, args.run) | seconds
         except NotImplementedError as e:
             case |= {"skipped": str(e)}
+        except Exception as e:  # the others are worth having
+            case |= {"failed": f"{type(e).__name__}: {e}"[:500]}
         rows.append(case)
         print(json.dumps(case), flush=True)
     report = {
