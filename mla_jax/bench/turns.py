@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mla_jax.bench.cases import Case, in_groups
+from mla_jax.bench.company import Company
 from mla_jax.bench.limits import Limits, factors, limit_programs
 from mla_jax.bench.run import Ready, Wanted, row_of
 from mla_jax.bench.share import Elsewhere, Here, Reason, Share
@@ -23,6 +24,7 @@ class Results:
     def __init__(self, cases: Sequence[Case]):
         self.cases = list(cases)
         self.span_s = 0.0  # of all rounds
+        self.others_percent: float | None = None  # of the processors' time in the last group's rounds
         self._ready: dict[int, Ready] = {}
         self._reasons: dict[int, Reason] = {}
         self._seconds: dict[int, dict[str, list[float]]] = {}
@@ -89,13 +91,13 @@ def run_cases(results: Results, wanted: Wanted, jobs: int, budget: float) -> Ite
         shares = [Elsewhere(wanted) for _ in range(min(jobs, len(results.cases)))]
     for group in _groups(results.cases, budget):
         yield from _compile(group, shares, results)
-        began = time.monotonic() - results.span_s
+        began, company = time.monotonic() - results.span_s, Company()
         for number in range(1, wanted.rounds + 1):
             results.add_limits({name: program.seconds() for name, program in limits.items()})
             for share in shares:
                 for at, found in share.round().items():
                     results.add_round(at, found)
-            results.span_s = time.monotonic() - began
+            results.span_s, results.others_percent = time.monotonic() - began, company.percent()
             yield f"round {number} of {wanted.rounds}"
 
 

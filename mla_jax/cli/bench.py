@@ -129,6 +129,7 @@ def _report(results: Results) -> dict[str, Any]:
         "rows": results.rows(),
         "limits": None if limits is None else dataclasses.asdict(limits),
         "span_s": round(results.span_s, 1),
+        "others_percent": results.others_percent,
         "device": jax.devices()[0].device_kind,
         "versions": installed_versions(PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -137,12 +138,12 @@ def _report(results: Results) -> dict[str, Any]:
 
 
 def _text(report: dict[str, Any]) -> str:
-    head = (
-        f"{'case':<26}{'implementation':<16}{'µs':>10}{'least … most':>20}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}"
-    )
+    others = report["others_percent"]
+    company = "" if others is None else f"; other programs took {others:.0f} % of the processors"
+    head = f"{'case':<26}{'implementation':<16}{'µs':>10}{'least … most':>20}"
     return "\n".join(
         [
-            f"{report['device']}; medians of rounds in turns, over {report['span_s']:.0f} s, and the least and most",
+            f"{report['device']}; medians of rounds in turns over {report['span_s']:.0f} s, least and most{company}",
             *_limit_lines(report["limits"]),
             f"{head}{'TFLOP/s':>9}{'GB/s':>8}{'% of limit':>12}{'× peer':>8}",
             *(_line(row) for row in report["rows"]),

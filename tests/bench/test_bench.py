@@ -21,6 +21,7 @@ import pytest
 
 from mla_jax.__main__ import main
 from mla_jax.bench.cases import CPU_CASES, GPU_CASES, Case, in_groups, make_arrays
+from mla_jax.bench.company import Company, _own_seconds
 from mla_jax.bench.limits import Limits, factors, limit_programs
 from mla_jax.bench.run import Ready, Wanted, flash_mla
 from mla_jax.bench.share import Here
@@ -29,6 +30,7 @@ from mla_jax.bench.turns import Results, run_cases, steps
 from mla_jax.cli.bench import _text
 
 SMALL = "fp32_b2_h2_s1_1k~"
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
 
 
 @pytest.fixture(autouse=True)
@@ -199,10 +201,30 @@ def test_the_table_shows_every_spread() -> None:
     row |= {"percent_of_limit": 50.0, "peer": "flash_mla", "peer_us": 4.0, "peer_spread_us": [3.3, 5.5], "ratio": 2.0}
     row |= {"settings": [{"settings": "held_back=2", "us": 6.0, "spread_us": [5.9, 6.1]}]}
     limits = Limits.of({name: Times([1.0, 2.0, 4.0]) for name in ("read", "copy", "bfloat16")})
-    report = {"rows": [row], "limits": dataclasses.asdict(limits), "span_s": 12.0, "device": "cpu"}
+    report = {"rows": [row], "limits": dataclasses.asdict(limits), "device": "cpu", "span_s": 12.0}
+    report |= {"others_percent": 7.0}
     text = _text(report)
     lines = [f"{SMALL:<26}xla", "flash_mla .* 4.0 .* 3.3 … 5.5", "held_back=2 .* 5.9 … 6.1", "reads .* … .* GB/s"]
-    assert all(re.search(line, text) for line in [*lines, "multiplies bfloat16 .* … .* TFLOP/s", "over 12 s"])
+    lines += ["multiplies bfloat16 .* … .* TFLOP/s", "over 12 s", "took 7 %"]
+    assert all(re.search(line, text) for line in lines) and text.count("% of limit") == 1
+
+
+def test_what_others_take_of_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_jax.bench.company.os.cpu_count", lambda: 4)
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr("mla_jax.bench.company.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("mla_jax.bench.company._busy_seconds", iter([100.0, 120.0]).__next__)
+    monkeypatch.setattr("mla_jax.bench.company._own_seconds", iter([3.0, 11.0]).__next__)
+    assert Company().percent() == 30.0  # 12 of 40 seconds
+
+
+@needs_proc
+def test_processors_of_this_machine() -> None:
+    """Those of a real one: this process is not counted."""
+    company = Company()
+    sum(range(3_000_000))
+    percent = company.percent()
+    assert percent is not None and 0 <= percent <= 100 and _own_seconds() > 0
 
 
 @pytest.mark.timeout(120)
@@ -253,9 +275,6 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
     assert main(["bench", *argv]) == 2
     message = capsys.readouterr().err
     assert sentence in message and message.count("\n") == 1
-
-
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds the processes in /proc")
 
 
 @needs_proc

@@ -23,6 +23,8 @@ class Measured(NamedTuple):
 def main() -> int:
     reports = [_run(sys.argv[1:]) for _ in range(2)]
     first, second = (dict(_measured(report)) for report in reports)
+    others = " and ".join(f"{report['others_percent']:.0f} %" for report in reports)
+    print(f"Other programs took {others} of the processors.")
     print(f"{'':<34}{'first':>10}{'least … most':>22}{'second':>10}{'least … most':>22}{'differ':>9}")
     bad = [name for name in first if not _compare(name, first[name], second[name])]
     print(f"{len(first) - len(bad)} of {len(first)} agree" + (f"; not: {', '.join(bad)}" if bad else ""))
