@@ -54,10 +54,6 @@ class Call:
         mask = jax.ShapeDtypeStruct((2, self.tokens, self.tokens), jnp.bool_) if self.tree else None
         return IMPLEMENTATIONS[name].cannot_run(*self._arrays, d_v=LATENT, tree_mask=mask)
 
-    def needs_name(self, name: str) -> bool:
-        """Whether the implementation takes it for who names it only."""
-        return IMPLEMENTATIONS[name].only_named(*self._arrays)
-
     @property
     def _arrays(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         kv = FORMATS[self.kv_format]
@@ -134,5 +130,5 @@ def _machine_cell(name: str, kv_format: str, device: Any, runs: bool) -> str:
     dtype = jnp.bfloat16 if kv_format.startswith("fp8") else FORMATS[kv_format].dtype
     call = Call(kv_format, dtype)
     with pretend(device):
-        chosen = next(n for n in IMPLEMENTATIONS if not call.needs_name(n) and call.reason_against(n) is None)
+        chosen = next(n for n in IMPLEMENTATIONS if call.reason_against(n) is None)
     return "default" if name == chosen else "by name"

@@ -29,8 +29,7 @@ class Implementation:
     `cannot_run(q, kv_cache, d_v=…, tree_mask=…)` says in one sentence why this machine, or such a call, is out of
     reach; None means it can run. Called with no arrays it speaks of the machine alone. `schedule(q, kv_lens)` makes
     what `decode` takes as `schedule`; None for an implementation that takes none. With `host_scale`, `decode` gets
-    `logit_scale` as a number where it is known on the host, else as an array. Calls for which `only_named(q, kv_cache)`
-    is true go to others unless somebody names this one.
+    `logit_scale` as a number where it is known on the host, else as an array.
     """
 
     name: str
@@ -38,7 +37,6 @@ class Implementation:
     decode: Callable[..., tuple[jax.Array, jax.Array]]
     schedule: Callable[[Any, jax.Array], TileSchedule] | None = None
     host_scale: bool = False
-    only_named: Callable[[Any, Any], bool] = lambda q, kv_cache: False
 
 
 def _runs_anywhere(*_: Any, **__: Any) -> str | None:
@@ -72,7 +70,6 @@ IMPLEMENTATIONS = {
             requirements.cannot_run,
             _mosaic_gpu_decode,
             _mosaic_gpu_schedule,
-            only_named=requirements.only_named,
         ),
         Implementation("xla", _runs_anywhere, jax.jit(xla.decode, static_argnames=_STATIC)),
         Implementation("flash_mla", flash_mla.cannot_run, _flash_mla_decode, flash_mla.schedule_for, host_scale=True),
@@ -199,10 +196,9 @@ def implementation_for(
 
 
 def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: Any) -> Implementation:
-    if wanted is None:
-        names: Any = tuple(name for name, i in IMPLEMENTATIONS.items() if not i.only_named(q, kv_cache))
-    else:
-        names = (wanted,) if isinstance(wanted, str) else wanted
+    names: Any = (wanted,) if isinstance(wanted, str) else wanted
+    if names is None:
+        names = tuple(IMPLEMENTATIONS)
     if not isinstance(names, list | tuple):
         raise InputError(f"implementation must be a name, a list or tuple of names or None, got {wanted!r}.")
     for name in names:

@@ -233,7 +233,7 @@ def differs_from_one(factor: Ref, *, emulate: bool) -> jax.Array:
 def rescale_columns(matrix: jax.Array, factor: Ref, differs: jax.Array, *, emulate: bool) -> jax.Array:
     """matrix * factor[None, :] if `differs`; warps need not agree on that."""
     if emulate:
-        return matrix * lax.broadcast_in_dim(factor[...], matrix.shape, [1])
+        return jnp.where(differs != 0, matrix * lax.broadcast_in_dim(factor[...], matrix.shape, [1]), matrix)
     result = plgpu.ShapeDtypeStruct(matrix.shape, matrix.dtype, layout=LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType(), SCALAR), return_type=result)

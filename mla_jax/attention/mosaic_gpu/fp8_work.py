@@ -80,3 +80,7 @@ class Place(NamedTuple):
     def after(self, config: Fp8Config) -> "Place":
         """Of the next item."""
         return Place(jnp.where(self.slot == config.slots - 1, 0, self.slot + 1), BUFFERS - 1 - self.buffer)
+
+    def after_total(self) -> "Place":
+        """Behind a request's total, which takes a buffer and no slot."""
+        return Place(self.slot, BUFFERS - 1 - self.buffer)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig
+from mla_jax.attention.mosaic_gpu.ds_launch import decode_ds_with, ds_config_for
 from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
 from mla_jax.attention.mosaic_gpu.kernel import run_kernel
 from mla_jax.attention.mosaic_gpu.packing import describe, pack, tree_words, unpack
@@ -53,6 +54,9 @@ def decode(
     tokens = q.shape[1]
     scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
     causal = causal and tokens > 1  # one kernel for one token
+    if kv_cache.dtype == jnp.uint8:
+        arrays = (q, kv_cache, block_table, kv_lens, scale)
+        return decode_ds_with(ds_config_for(q), *arrays, tree_mask, schedule, causal=causal)
     if kv_cache.dtype == jnp.float8_e4m3fn:
         value_scale = jnp.ones(1) if value_scale is None else jnp.asarray(value_scale, jnp.float32).reshape(1)
         fp8, arrays = fp8_config_for(q), (q, kv_cache, block_table, kv_lens, scale, value_scale)

@@ -25,6 +25,7 @@ def run_persistent(
     schedule: TileSchedule,
     *,
     interpret: Any,
+    reduction_bytes: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Launch `body(*inputs, counters, out, lse, part_out, part_lse, **scratch)`; see `work.Global` for those.
 
@@ -54,7 +55,8 @@ def run_persistent(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=not emulate,
-            reduction_scratch_bytes=0 if not emulate else 2048,  # rows lie within a warp: no scratch is needed
+            # Where reductions stay within a warp no scratch is needed.
+            reduction_scratch_bytes=reduction_bytes if not emulate else 2048,
         ),
         interpret=interpret,
     )(*inputs, counters)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 DIM, LATENT, PAGE = 576, 512, 64
+DS_ROW = 656  # bytes of a row of fp8_ds_mla
 MAX_TREE_TOKENS = 256  # each 32 of them lengthen the kernel
 CAPABILITY = "9.0"  # of Hopper
 
@@ -28,11 +29,6 @@ def cannot_run(q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_m
     return None
 
 
-def only_named(q: Any, kv_cache: Any) -> bool:
-    """Whether only who names this implementation gets it: not all of the FP8 kernel's tests have run on a GPU yet."""
-    return kv_cache is not None and kv_cache.dtype == jnp.float8_e4m3fn
-
-
 def num_sms() -> int:
     """Streaming multiprocessors of the GPU that calls run on."""
     return _device(None).core_count
@@ -48,8 +44,9 @@ def _device(q: Any) -> Any:
 
 def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | None:
     if kv_cache.dtype == jnp.uint8:
-        return "it has no kernel for caches in fp8_ds_mla yet"
-    if kv_cache.dtype == jnp.float8_e4m3fn:
+        if q.dtype != jnp.bfloat16:
+            return f"with a cache in fp8_ds_mla it takes q in bfloat16, got {q.dtype}"
+    elif kv_cache.dtype == jnp.float8_e4m3fn:
         if q.dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
             return f"with a cache in float8_e4m3fn it takes q in bfloat16 or float8_e4m3fn, got {q.dtype}"
     elif q.dtype not in (jnp.bfloat16, jnp.float16):
@@ -58,8 +55,9 @@ def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | 
         return f"it needs q and kv_cache of one dtype, got {q.dtype} and {kv_cache.dtype}"
     if q.shape[-1] != DIM or d_v != LATENT:
         return f"it is built for {DIM} dims with {LATENT} value dims, got {q.shape[-1]} and {d_v}"
-    if kv_cache.ndim != 3 or kv_cache.shape[1:] != (PAGE, DIM):
-        return f"it needs kv_cache [pages, {PAGE}, {DIM}], got {kv_cache.shape}"
+    width = DS_ROW if kv_cache.dtype == jnp.uint8 else DIM
+    if kv_cache.ndim != 3 or kv_cache.shape[1:] != (PAGE, width):
+        return f"it needs kv_cache [pages, {PAGE}, {width}], got {kv_cache.shape}"
     if tree_mask is not None and q.shape[1] > MAX_TREE_TOKENS:
         return f"it takes tree masks of up to {MAX_TREE_TOKENS} tokens, got {q.shape[1]}"
     return None

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 
 RELATIVE_RMS = 5e-3  # of out
-LSE_ABSOLUTE = 5e-3  # tensor cores add products of bytes with 13 bits after the point of the largest
+# Of lse at the scale 576**-0.5: tensor cores add products of bytes with 13 bits after the point of the largest, so this
+# is an error of the products, and grows with the scale.
+LSE_ABSOLUTE = 5e-3
 
 
 def fp8_arrays(problem, q_dtype, cache_scale=1.0):
@@ -24,7 +26,7 @@ def assert_fp8_close(out, lse, problem, arrays, kv_scale=1.0):
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} values of out are not finite"
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     seen = np.isfinite(want_lse)
-    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-4, atol=LSE_ABSOLUTE)
+    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-4, atol=LSE_ABSOLUTE * max(1.0, abs(problem.scale) * 24))
     error = np.sqrt(((out - want) ** 2).sum() / max((want**2).sum(), 1e-30))
     assert error <= RELATIVE_RMS, f"relative RMS {error:.2e}"
     empty = np.isneginf(want_lse).swapaxes(1, 2)

@@ -1,0 +1,212 @@
+"""The score role for caches in fp8_ds_mla: Sᵀ = K Qᵀ, with keys widened on their way to registers, and softmax.
+
+Keys are rows of the products: so they can be widened where they are, and no page needs to lie as a product wants it.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, PAGE, ROWS, WORD
+from mla_jax.attention.mosaic_gpu.ds_hardware import (
+    OPERAND,
+    KeyScales,
+    add_totals,
+    any_above,
+    clear_keys,
+    load_latents,
+    load_scales,
+    no_totals,
+    rope_operand,
+    scale_totals,
+    store_probabilities_transposed,
+    store_scales,
+    sum_totals,
+    take_queries,
+    widen_latents,
+)
+from mla_jax.attention.mosaic_gpu.ds_work import DsCta
+from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
+from mla_jax.attention.mosaic_gpu.fp8_hardware import COLUMN, LAYOUT
+from mla_jax.attention.mosaic_gpu.fp8_work import Place
+from mla_jax.attention.mosaic_gpu.hardware import make_visible, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.scores import HIDDEN, LOWEST, SLACK, clear_unowned, first_masked_block, nonzero
+from mla_jax.attention.mosaic_gpu.work import Segment
+
+
+def score(cta: DsCta) -> None:
+    """Score every block of every request, and write the log-sum-exp."""
+    config, rows = cta.config, cta.problem.copied_rows
+    scale = cta.memory.scale[0] * LOG2E
+
+    def request(r: jax.Array, place: Place) -> Place:
+        segment = cta.segment(r)
+        source = cta.memory.q.at[r, cta.rows]
+        take_queries(source, cta.queries.latent.at[0], cta.queries.rope.at[0], cta.queries.factor, scale, emulate=cta.emulate)
+        cta.top[...] = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), COLUMN)
+        make_visible(emulate=cta.emulate)
+        warpgroup_barrier(emulate=cta.emulate)
+
+        def block(masked: bool, i: jax.Array, carry: tuple[jax.Array, Place]) -> tuple[jax.Array, Place]:
+            totals, place = carry
+            return _score_block(cta, segment, i, place, totals, masked=masked), place.after(config)
+
+        mask_from = lax.max(lax.min(first_masked_block(cta, segment.length), segment.end), segment.first)
+        carry = (no_totals(rows, emulate=cta.emulate), place)
+        carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
+        totals, place = lax.fori_loop(mask_from, segment.end, functools.partial(block, True), carry)
+        total = sum_totals(totals, rows, emulate=cta.emulate)
+        cta.buffer_free.receive(place.buffer)
+        cta.total(place.buffer).at[pl.ds(0, rows)][...] = total
+        if cta.emulate:
+            plgpu.commit_smem()
+        for signal in cta.scored.values():
+            signal.send(place.buffer)
+        _store_lse(cta, segment, plgpu.load(cta.top, layout=COLUMN, optimized=False), total)
+        return place.after_total()
+
+    cta.for_each_request(request, Place.start())
+    for buffer in range(BUFFERS):
+        cta.buffer_free.receive(jnp.int32(buffer))  # nothing is left behind
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _score_block(
+    cta: DsCta, segment: Segment, block: jax.Array, place: Place, totals: jax.Array, *, masked: bool
+) -> jax.Array:
+    """Sums of the probabilities up to this block, which go to the value roles."""
+    emulate = cta.emulate
+    keys = cta.keys.at[place.slot]
+    plgpu.barrier_wait(cta.full.at[place.slot])
+    if masked:
+        clear_unowned(segment, block, lambda first: clear_keys(keys, first, emulate=emulate))
+        if emulate:
+            plgpu.commit_smem()
+        warpgroup_barrier(emulate=emulate)
+    scales = load_scales(keys, emulate=emulate)
+    logits = _logits(cta, _products(cta, keys, scales, segment.length | place.slot), scales)
+    if masked:
+        logits = jnp.where(_visible_keys(cta, segment, block), logits, HIDDEN)
+    exceeds = any_above(logits, cta.top, SLACK, cta.vote_barrier, emulate=emulate)
+    cta.buffer_free.receive(place.buffer)
+    cta.differs.at[place.buffer][...] = exceeds
+    totals = lax.cond(exceeds != 0, lambda: _follow(cta, logits, totals, place.buffer), lambda: totals)
+    top = plgpu.load(cta.top, layout=COLUMN, optimized=False)
+    probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1]))
+    store_probabilities_transposed(cta.probabilities.at[place.buffer], probabilities, emulate=emulate)
+    store_scales(cta.scales.at[place.buffer], scales, emulate=emulate)
+    make_visible(emulate=emulate)
+    for signal in cta.scored.values():
+        signal.send(place.buffer)
+    return add_totals(totals, probabilities, scales.unit, emulate=emulate)
+
+
+def _products(cta: DsCta, keys: Any, scales: KeyScales, changing: jax.Array) -> jax.Array:
+    """K Qᵀ of one block, divided by what keys and queries were: [64, rows] float32."""
+    # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
+    # all query tiles in registers otherwise.
+    zero = lax.shift_right_logical(changing, jnp.int32(31))
+    latent, rope = cta.queries.latent.at[zero], cta.queries.rope.at[zero]
+    shape = (PAGE, cta.problem.copied_rows)
+    parts = range(LATENT // OPERAND)
+
+    def load(part: int) -> jax.Array:
+        return load_latents(keys, part, emulate=cta.emulate)
+
+    def widen(loaded: jax.Array, part: int) -> jax.Array:
+        return widen_latents(loaded, part, scales, emulate=cta.emulate)
+
+    if cta.emulate:
+        operand = rope_operand(keys, scales, emulate=True).astype(jnp.float32)
+        products = jnp.dot(operand, rope[...].astype(jnp.float32).T)
+        for part in parts:
+            queries = latent.at[:, pl.ds(part * OPERAND, OPERAND)][...]
+            products += jnp.dot(widen(load(part), part).astype(jnp.float32), queries.astype(jnp.float32).T)
+        plgpu.commit_smem()
+        return products
+
+    def issue(products: Any) -> jax.Array:
+        loaded = load(0)
+        plgpu.wgmma(products, rope_operand(keys, scales, emulate=False), rope.transpose((1, 0)))
+        for part in parts:
+            if part > 0:
+                plgpu.wgmma_wait(1)  # registers have room for the operands of two products
+            operand = widen(loaded, part)
+            if part != parts[-1]:
+                loaded = load(part + 1)
+            plgpu.wgmma(products, operand, latent.at[:, pl.ds(part * OPERAND, OPERAND)].transpose((1, 0)))
+        return products[...]
+
+    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
+
+
+def _logits(cta: DsCta, products: jax.Array, scales: KeyScales) -> jax.Array:
+    """Base 2; each together with its key's exponent."""
+    factor = plgpu.load(cta.queries.factor, layout=COLUMN, optimized=False)
+    products = products * lax.broadcast_in_dim(scales.unit, products.shape, [0])
+    products = products * lax.broadcast_in_dim(factor, products.shape, [1])
+    return products + lax.broadcast_in_dim(scales.exponent, products.shape, [0])
+
+
+def _follow(cta: DsCta, logits: jax.Array, totals: jax.Array, buffer: jax.Array) -> jax.Array:
+    """Let the maximum follow the logits: returns what totals are then."""
+    highest = logits.max(axis=0)
+    top = plgpu.load(cta.top, layout=COLUMN, optimized=False)
+    risen = jnp.where(highest > top + SLACK, highest, top)
+    decay = jnp.exp2(top - risen)
+    warpgroup_barrier(emulate=cta.emulate)  # all four warps have read the maximum
+    cta.top[...] = risen
+    cta.decay(buffer).at[pl.ds(0, cta.problem.copied_rows)][...] = decay
+    if cta.emulate:
+        plgpu.commit_smem()
+    warpgroup_barrier(emulate=cta.emulate)
+    return scale_totals(totals, decay, emulate=cta.emulate)
+
+
+def _visible_keys(cta: DsCta, segment: Segment, block: jax.Array) -> jax.Array:
+    """Which keys of a block each row sees: [64, rows]."""
+    problem = cta.problem
+    shape = (PAGE, problem.copied_rows)
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) + block * PAGE
+    if problem.tree:
+        return (key < segment.length) & _seen_in_tree(cta, segment, key - (segment.length - problem.tokens))
+    if not problem.causal or problem.tokens == 1:
+        return key < segment.length
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT) + cta.row_block * ROWS
+    limit = segment.length - (problem.tokens - 1) + lax.div(row, jnp.int32(problem.heads))
+    return key < jnp.minimum(limit, segment.length)
+
+
+def _seen_in_tree(cta: DsCta, segment: Segment, position: jax.Array) -> jax.Array:
+    seen = position < 0
+    for word in range(cta.memory.tree.shape[1]):
+        rows = pl.ds(cta.row_block * ROWS, cta.problem.copied_rows)
+        bits = plgpu.load(cta.memory.tree.at[segment.request, word, rows], layout=COLUMN, optimized=False)
+        bit = position - WORD * word
+        shift = lax.max(lax.min(bit, jnp.int32(WORD - 1)), jnp.int32(0))
+        is_set = (lax.shift_right_logical(lax.broadcast_in_dim(bits, shift.shape, [1]), shift) & 1) == 1
+        seen |= (bit == shift) & is_set
+    return seen
+
+
+def _store_lse(cta: DsCta, segment: Segment, top: jax.Array, total: jax.Array) -> None:
+    r, rows = segment.request, cta.problem.copied_rows
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log2(nonzero(total)))
+    whole = cta.pieces(r) == 1
+
+    @pl.when(whole)
+    def _() -> None:
+        plgpu.wait_smem_to_gmem(0)  # the previous request's copy has left the stage
+        staged = cta.lse_stage.at[pl.ds(0, rows)]
+        staged[...] = lse * (1 / LOG2E)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, cta.memory.lse.at[r, cta.rows])
+
+    @pl.when(~whole)
+    def _() -> None:
+        cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)][...] = lse
