@@ -1,6 +1,7 @@
 """Strict settings for all tests, before anything of the package is imported."""
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # Threads of XLA's pool on the CPU. The interpreter of GPU kernels blocks one in each role that waits for another: with
@@ -23,6 +24,17 @@ MODULES = {
 }
 CHECKED = [f"mla_jax.{room}.{module}" for room, modules in MODULES.items() for module in modules]
 jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """What is compiled ahead of time, such as an engine's steps, is not optimized: a tiny model runs too shortly for it
+    to pay."""
+    compiled = jax.stages.Lowered.compile
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", lambda lowered: compiled(lowered, compiler_options=options))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

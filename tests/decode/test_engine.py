@@ -18,6 +18,7 @@ from mla_jax.model.transformer import forward, lm_logits
 from mla_jax.speculative.config import Speculation
 from tests.tiny import TINY, prompts, tiny_params
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 PARAMS = tiny_params()
 LONGEST = 320
 
@@ -97,7 +98,7 @@ def resident_bytes() -> int:
 
 def test_soak(request: pytest.FixtureRequest) -> None:
     """Random requests through 16 slots over a pool too small for all of them, with random cancels."""
-    number = 2000 if request.config.getoption("--full") else 60
+    number = 2000 if request.config.getoption("--full") else 45
     rng = np.random.default_rng(0)
     prefixes = prompts((64, 130, 200))
     requests = [random_request(rng, prefixes) for _ in range(number)]

@@ -333,7 +333,8 @@ def demo_plain() -> dict[tuple[int, int], list[list[int]]]:
 
 
 LONG = [pytest.mark.full, pytest.mark.timeout(3600)]
-SHORT = (Speculation.chain(3), Speculation(5, 8, 16))  # in the short version, where compiling takes most of the time
+# In the short version, where compiling takes most of the time; a chain's greedy text is a test of the commands.
+SHORT = (Speculation(5, 8, 16),)
 
 
 @pytest.mark.parametrize(

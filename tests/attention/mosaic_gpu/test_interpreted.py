@@ -15,8 +15,7 @@ CASES = {
     "two row blocks, fp16": (Problem((65, 129), heads=126, dtype="float16"), 2),
     "tree": (Problem((70, 3), tokens=3, heads=4, tree=True), 1),
     "large tree": (Problem((70, 30), tokens=40, heads=1, tree=True), 1),
-    "shorter than its queries": (Problem((1, 2), tokens=4, heads=3), 2),
-    "negative scale": (Problem((66,), heads=8, scale=-0.1), 1),
+    "shorter than its queries, negative scale": (Problem((1, 2), tokens=4, heads=3, scale=-0.1), 2),
 }
 
 
