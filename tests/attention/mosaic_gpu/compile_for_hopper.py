@@ -38,6 +38,7 @@ def main() -> None:
     from jax.experimental import topologies
 
     from mla_jax.attention.mosaic_gpu.config import KernelConfig
+    from mla_jax.attention.mosaic_gpu.ds_launch import decode_ds_with, ds_config_for
     from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
     from mla_jax.attention.mosaic_gpu.launch import decode_with
     from mla_jax.schedule import tile_schedule
@@ -53,11 +54,13 @@ def main() -> None:
         args = (q, cache, table, lens, scale)
         if cache_dtype == "float8_e4m3fn":
             return decode_fp8_with(fp8_config_for(q), *args, scale, None, schedule, causal=True)
+        if cache_dtype == "uint8":
+            return decode_ds_with(ds_config_for(q), *args, None, schedule, causal=True)
         return decode_with(KernelConfig(), *args, None, schedule, causal=True)
 
     jax.jit(call).lower(
         array(batch, tokens, heads, 576, dtype=jnp.dtype(q_dtype)),
-        array(64, 64, 576, dtype=jnp.dtype(cache_dtype)),
+        array(64, 64, 656 if cache_dtype == "uint8" else 576, dtype=jnp.dtype(cache_dtype)),
         array(batch, 16),
         array(batch),
         array(1, dtype=jnp.float32),

@@ -26,7 +26,9 @@ def assert_fp8_close(out, lse, problem, arrays, kv_scale=1.0):
     assert np.isfinite(out).all(), f"{(~np.isfinite(out)).sum()} values of out are not finite"
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     seen = np.isfinite(want_lse)
-    np.testing.assert_allclose(lse[seen], want_lse[seen], rtol=1e-4, atol=LSE_ABSOLUTE * max(1.0, abs(problem.scale) * 24))
+    np.testing.assert_allclose(
+        lse[seen], want_lse[seen], rtol=1e-4, atol=LSE_ABSOLUTE * max(1.0, abs(problem.scale) * 24)
+    )
     error = np.sqrt(((out - want) ** 2).sum() / max((want**2).sum(), 1e-30))
     assert error <= RELATIVE_RMS, f"relative RMS {error:.2e}"
     empty = np.isneginf(want_lse).swapaxes(1, 2)

@@ -112,12 +112,18 @@ def assert_close(out, lse, want_out, want_lse, rounding=0.0):
         assert cosine < COSINE, f"{cosine=:.2e}, relative RMS {relative_rms:.2e}"
 
 
+GOLDEN_FILE = np.load(pathlib.Path(__file__).parents[2] / "data" / "golden_kernels.npz")
 GOLDEN = ("dense_decode_h16", "dense_verify_sq2_h16", "dense_noncausal_sq2_h3", "dense_fp16_h9")
+
+
+def bf16(bits):
+    """Numbers whose bits came as int16."""
+    return jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.bfloat16)
 
 
 def golden(tag):
     """A call and what FlashMLA's kernel gave on an H200: (q, cache, table, lens), scale, causal, out, lse."""
-    file = np.load(pathlib.Path(__file__).parents[2] / "data" / "golden_kernels.npz")
+    file = GOLDEN_FILE
     dtype = jnp.float16 if "fp16" in tag else jnp.bfloat16
 
     def bits(name):

@@ -10,6 +10,7 @@ from mla_jax import mla_decode
 from mla_jax.attention.api import implementation_for, step_schedule
 from mla_jax.attention.mosaic_gpu.config import SHARED_MEMORY, KernelConfig, padded_rows
 from mla_jax.attention.mosaic_gpu.requirements import cannot_run
+from scripts.support import MACHINES, pretend
 
 
 def array(shape, dtype=jnp.bfloat16):
@@ -17,6 +18,7 @@ def array(shape, dtype=jnp.bfloat16):
 
 
 Q, CACHE = array((2, 1, 16, 576)), array((8, 64, 576))
+DS_CACHE = array((8, 64, 656), jnp.uint8)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +57,17 @@ def test_budgets(fields, reason):
             "built for 576 dims with 512 value dims, got 72 and 512",
         ),
         (Q, array((8, 16, 576)), {}, r"needs kv_cache \[pages, 64, 576\], got \(8, 16, 576\)"),
+        (
+            array(Q.shape, jnp.float16),
+            array(CACHE.shape, jnp.float8_e4m3fn),
+            {},
+            "in float8_e4m3fn it takes q in bfloat16 or float8_e4m3fn, got float16",
+        ),
+        *(
+            (array(Q.shape, dtype), DS_CACHE, {}, f"in fp8_ds_mla it takes q in bfloat16, got {jnp.dtype(dtype).name}")
+            for dtype in (jnp.float16, jnp.float32, jnp.float8_e4m3fn)
+        ),
+        (Q, array(CACHE.shape, jnp.uint8), {}, r"needs kv_cache \[pages, 64, 656\], got \(8, 64, 576\)"),
         (array((2, 300, 1, 576)), CACHE, {"tree_mask": array((2, 300, 300), bool)}, "up to 256 tokens, got 300"),
     ],
 )
@@ -73,6 +86,21 @@ def test_other_machines():
         mla_decode(*zeros, jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), implementation="mosaic_gpu")
     assert implementation_for(None, Q, CACHE) == "xla"
     assert step_schedule(None, Q, CACHE, jnp.ones(2, jnp.int32)) is None
+
+
+@pytest.mark.parametrize(
+    "q_dtype, cache",
+    [
+        (jnp.bfloat16, CACHE),
+        (jnp.float16, array(CACHE.shape, jnp.float16)),
+        (jnp.bfloat16, array(CACHE.shape, jnp.float8_e4m3fn)),
+        (jnp.float8_e4m3fn, array(CACHE.shape, jnp.float8_e4m3fn)),
+        (jnp.bfloat16, DS_CACHE),
+    ],
+)
+def test_hopper_takes_it_by_default(q_dtype, cache):
+    with pretend(MACHINES["Hopper GPU"]):
+        assert implementation_for(None, array(Q.shape, q_dtype), cache) == "mosaic_gpu"
 
 
 def test_padded_rows():
