@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
+COMPANY = 10  # per cent of the processors by which two runs may differ to be comparable
+
+
 class Measured(NamedTuple):
     """A median, the least and the most."""
 
@@ -23,8 +26,10 @@ class Measured(NamedTuple):
 def main() -> int:
     reports = [_run(sys.argv[1:]) for _ in range(2)]
     first, second = (dict(_measured(report)) for report in reports)
-    others = " and ".join(f"{report['others_percent']:.0f} %" for report in reports)
-    print(f"Other programs took {others} of the processors.")
+    others = [report["others_percent"] or 0.0 for report in reports]
+    print(f"Other programs took {others[0]:.0f} and {others[1]:.0f} % of the processors.")
+    if abs(others[0] - others[1]) > COMPANY:
+        print("So the two runs did not see the same machine: try again when others leave it alone.")
     print(f"{'':<34}{'first':>10}{'least … most':>22}{'second':>10}{'least … most':>22}{'differ':>9}")
     bad = [name for name in first if not _compare(name, first[name], second[name])]
     print(f"{len(first) - len(bad)} of {len(first)} agree" + (f"; not: {', '.join(bad)}" if bad else ""))
