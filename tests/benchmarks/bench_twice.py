@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-
 COMPANY = 10  # per cent of the processors by which two runs may differ to be comparable
 
 
