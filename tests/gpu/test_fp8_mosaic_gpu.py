@@ -5,7 +5,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_problems import assert_fp8_close, fp8_arrays
+from fp8_problems import GOLDEN_RMS, LSE_ABSOLUTE, assert_fp8_close, fp8_arrays, golden_fp8
 from problems import Problem
 
 from mla_jax import mla_decode
@@ -79,6 +79,13 @@ def test_repeats_are_bit_identical(q_dtype):
     for _ in range(100):
         for again, x in zip(decode(q, cache, table, lens), first, strict=True):
             np.testing.assert_array_equal(np.asarray(again).view(np.uint8), x)
+
+
+def test_equals_cuda_kernel():
+    arrays, options, want_out, want_lse = golden_fp8()
+    out, lse = decode(*arrays, **options)
+    assert np.linalg.norm(np.asarray(out, np.float64) - want_out) <= GOLDEN_RMS * np.linalg.norm(want_out)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, atol=LSE_ABSOLUTE)
 
 
 @pytest.mark.parametrize("heads, length", [(16, 4000), (128, 8192)])

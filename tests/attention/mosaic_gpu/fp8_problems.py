@@ -1,7 +1,9 @@
 """Decode problems over a cache in e4m3, whose unowned bytes are NaN, and the float64 answer over what it holds."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from problems import DIM, GOLDEN_FILE, PAGE, bf16
 
 RELATIVE_RMS = 5e-3  # of out
 # Of lse at the scale 576**-0.5: tensor cores add products of bytes with 13 bits after the point of the largest, so this
@@ -33,3 +35,16 @@ def assert_fp8_close(out, lse, problem, arrays, kv_scale=1.0):
     assert error <= RELATIVE_RMS, f"relative RMS {error:.2e}"
     empty = np.isneginf(want_lse).swapaxes(1, 2)
     assert (out[empty] == 0).all()
+
+
+GOLDEN_RMS = 1e-2  # FlashMLA's kernel rounds probabilities to e4m3: it errs by 5.5e-3
+
+
+def golden_fp8():
+    """A call and what FlashMLA's kernel gave on an H200: (q, cache, table, lens), options of `mla_decode`, out, lse."""
+    names = ("q", "kv", "bt", "lens", "scale", "descale_q", "descale_k", "out", "lse")
+    q, kv, table, lens, *scales, out, lse = (GOLDEN_FILE[f"fp8_decode_h16/{name}"] for name in names)
+    q, kv = (jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.float8_e4m3fn) for x in (q, kv))
+    arrays = (q, kv.reshape(-1, PAGE, DIM), jnp.asarray(table), jnp.asarray(lens))
+    options = dict(zip(("sm_scale", "q_scale", "kv_scale"), map(float, scales), strict=True))
+    return arrays, options, np.asarray(bf16(out), np.float64), lse
