@@ -25,10 +25,10 @@ ROW = LAYOUT.reduce(1)  # one value per key
 OPERAND = 64  # dims of keys in registers at a time
 SMALLEST, LARGEST = (127 - 64) << 23, (127 + 64) << 23  # bits of the float32 powers of two that a key's unit may be
 QUERY_SIZE = 8  # binary exponent of a query's largest number
-_WORDS = 2 * GROUPS + 2
+FACTORS = 2 * GROUPS + 2
 
 
-def _opaque(words: int) -> Any:
+def opaque(words: int) -> Any:
     """So many 32-bit words of each thread, which only code here understands."""
     return plgpu.ShapeDtypeStruct((words * WARPGROUP,), jnp.int32, layout=plgpu.Layout.WG_STRIDED((words * WARPGROUP,), vec_size=1))
 
@@ -40,7 +40,7 @@ def _pack(words: list[Any]) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
 
-def _unpack(array: Any) -> list[Any]:
+def unpack(array: Any) -> list[Any]:
     return [vector.extract(r, dynamic_position=[], static_position=[0]) for r in array.registers.flat]
 
 
@@ -80,7 +80,7 @@ def load_scales(keys: Ref, *, emulate: bool) -> KeyScales:
         return KeyScales(unit, ((bits >> 23) - 127).astype(jnp.float32), scales / unit[:, None])
     number = plgpu.ShapeDtypeStruct((PAGE,), jnp.float32, layout=ROW)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(number, number, _opaque(_WORDS)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(number, number, opaque(FACTORS)))
     def load(ctx: Any, keys: Any) -> Any:
         warp, _, row, _ = _position()
         offset = times(arith.addi(times(warp, 16), row), ROW_BYTES)
@@ -124,10 +124,10 @@ def store_scales(target: Ref, scales: KeyScales, *, emulate: bool) -> None:
         target[...] = scales.factors.T.astype(jnp.float16)
         return
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _opaque(_WORDS).layout))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), opaque(FACTORS).layout))
     def store(ctx: Any, target: Any, factors: Any) -> None:
         warp, _, row, pair = _position()
-        words = _unpack(factors)
+        words = unpack(factors)
         key = arith.addi(times(warp, 16), row)
         address = at_byte(mgpu_utils.memref_ptr(target), times(arith.addi(times(pair, PAGE), key), 2))
         for below in range(2):
@@ -140,80 +140,50 @@ def store_scales(target: Ref, scales: KeyScales, *, emulate: bool) -> None:
     store(target, scales.factors)
 
 
-def load_latents(keys: Ref, part: int, *, emulate: bool) -> jax.Array:
-    """The bytes of 64 dims of a page's latents, for `widen_latents`."""
-    if emulate:
-        latent, _, _ = split_rows(keys[...])
-        return latent[:, part * OPERAND : (part + 1) * OPERAND]
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_opaque(OPERAND // 8))
-    def load(ctx: Any, keys: Any) -> Any:
-        address = _matrix_address(keys)
-        return _pack([w for at in range(0, OPERAND, 32) for w in _load_matrices(address, part * OPERAND + at)])
-
-    return load(keys)
+def load_latents(address: Any, part: int) -> list[Any]:
+    """The bytes of 64 dims of this warp's 16 keys, in words for `latent_registers`; address is `matrix_address`."""
+    return [word for at in range(0, OPERAND, 32) for word in _load_matrices(address, part * OPERAND + at)]
 
 
-def widen_latents(loaded: jax.Array, part: int, scales: KeyScales, *, emulate: bool) -> jax.Array:
-    """64 dims of a page's latents, divided by the keys' units, as operand of a product: [64, 64] float16.
+def latent_registers(loaded: list[Any], factors: list[Any], part: int) -> np.ndarray:
+    """What was loaded as operand of a product, [64, 64] float16, divided by the keys' units.
 
     Within 16 dims they come in the order in which 4 neighbouring bytes belong to a thread; `take_queries` knows it.
     """
     group = part * OPERAND // GROUP
-    if emulate:
-        return (loaded * scales.factors[:, group][:, None]).astype(jnp.float16)
-    result = plgpu.ShapeDtypeStruct((PAGE, OPERAND), jnp.dtype(jnp.float16), layout=LAYOUT)
+    factor = [factors[group], factors[GROUPS + group]]
+    two = ir.VectorType.get((2,), ir.F16Type.get())
+    registers = np.empty((1, OPERAND // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    for step in range(OPERAND // 16):
+        for below in range(2):
+            numbers = _ptx(
+                "{ .reg .b16 h<2>; .reg .b32 a, b; mov.b32 {h0, h1}, $2;"
+                "cvt.rn.f16x2.e4m3x2 a, h0; cvt.rn.f16x2.e4m3x2 b, h1;"
+                "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }",
+                loaded[2 * step + below],
+                factor[below],
+                result_types=[_int32()] * 2,
+            )
+            for eight, number in enumerate(numbers):
+                registers[0, 2 * step + eight, 0, 0, below, 0, 0, 0, 0] = mgpu_utils.bitcast(number, two)
+    return registers
 
-    @plgpu.inline_mgpu(arg_types=(_opaque(OPERAND // 8).layout, _opaque(_WORDS).layout), return_type=result)
-    def widen(ctx: Any, loaded: Any, factors: Any) -> Any:
-        found, words = _unpack(loaded), _unpack(factors)
-        factor = [words[group], words[GROUPS + group]]
-        two = ir.VectorType.get((2,), ir.F16Type.get())
-        registers = np.empty((1, OPERAND // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for step in range(OPERAND // 16):
+
+def rope_registers(address: Any, factors: list[Any]) -> np.ndarray:
+    """The rope dims as operand of a product, [64, 64] bfloat16, divided by the keys' units."""
+    inverse = factors[2 * GROUPS :]
+    two = ir.VectorType.get((2,), ir.BF16Type.get())
+    registers = np.empty((1, ROPE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    for step in range(ROPE // 16):
+        found = _load_matrices(address, SCALES_AT + 4 * GROUPS + 32 * step)
+        for right in range(2):
             for below in range(2):
-                numbers = _ptx(
-                    "{ .reg .b16 h<2>; .reg .b32 a, b; mov.b32 {h0, h1}, $2;"
-                    "cvt.rn.f16x2.e4m3x2 a, h0; cvt.rn.f16x2.e4m3x2 b, h1;"
-                    "mul.rn.f16x2 $0, a, $3; mul.rn.f16x2 $1, b, $3; }",
-                    found[2 * step + below],
-                    factor[below],
-                    result_types=[_int32()] * 2,
-                )
-                for eight, number in enumerate(numbers):
-                    registers[0, 2 * step + eight, 0, 0, below, 0, 0, 0, 0] = mgpu_utils.bitcast(number, two)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    return widen(loaded, scales.factors)
+                number = _ptx("mul.rn.bf16x2 $0, $1, $2;", found[2 * right + below], inverse[below], result_types=_int32())
+                registers[0, 2 * step + right, 0, 0, below, 0, 0, 0, 0] = mgpu_utils.bitcast(number, two)
+    return registers
 
 
-def rope_operand(keys: Ref, scales: KeyScales, *, emulate: bool) -> jax.Array:
-    """The rope dims of a page, divided by the keys' units, as operand of a product: [64, 64] bfloat16."""
-    if emulate:
-        _, _, rope = split_rows(keys[...])
-        return (rope.astype(jnp.float32) / scales.unit[:, None]).astype(jnp.bfloat16)
-    result = plgpu.ShapeDtypeStruct((PAGE, ROPE), jnp.dtype(jnp.bfloat16), layout=LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _opaque(_WORDS).layout), return_type=result)
-    def load(ctx: Any, keys: Any, factors: Any) -> Any:
-        address = _matrix_address(keys)
-        inverse = _unpack(factors)[2 * GROUPS :]
-        two = ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty((1, ROPE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for step in range(ROPE // 16):
-            found = _load_matrices(address, SCALES_AT + 16 + 32 * step)
-            for right in range(2):
-                for below in range(2):
-                    number = _ptx(
-                        "mul.rn.bf16x2 $0, $1, $2;", found[2 * right + below], inverse[below], result_types=_int32()
-                    )
-                    registers[0, 2 * step + right, 0, 0, below, 0, 0, 0, 0] = mgpu_utils.bitcast(number, two)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-
-    return load(keys, scales.factors)
-
-
-def _matrix_address(keys: Any) -> Any:
+def matrix_address(keys: Any) -> Any:
     """What this lane tells `ldmatrix`: 16 keys of this warp, 16 bytes each, and the 16 bytes behind those."""
     warp, lane, _, _ = _position()
     key = arith.addi(times(warp, 16), arith.remui(lane, i32(16)))
@@ -373,7 +343,7 @@ def no_totals(rows: int, *, emulate: bool) -> jax.Array:
     if emulate:
         return jnp.zeros((PAGE, rows), jnp.float32)
 
-    @plgpu.inline_mgpu(return_type=_opaque(rows // 4))
+    @plgpu.inline_mgpu(return_type=opaque(rows // 4))
     def zeros(ctx: Any) -> Any:
         return _pack([i32(0)] * (rows // 4))
 
@@ -384,11 +354,11 @@ def add_totals(totals: jax.Array, matrix: jax.Array, unit: jax.Array, *, emulate
     """totals plus matrix / unit[:, None], where a thread adds up what it has of a row."""
     if emulate:
         return totals + matrix / unit[:, None]
-    layout = _opaque(matrix.shape[1] // 4).layout
+    layout = opaque(matrix.shape[1] // 4).layout
 
-    @plgpu.inline_mgpu(arg_types=(layout, LAYOUT, ROW), return_type=_opaque(matrix.shape[1] // 4))
+    @plgpu.inline_mgpu(arg_types=(layout, LAYOUT, ROW), return_type=opaque(matrix.shape[1] // 4))
     def add(ctx: Any, totals: Any, matrix: Any, unit: Any) -> Any:
-        words = _unpack(totals)
+        words = unpack(totals)
         inverse = [
             _ptx("{ .reg .b32 m; mov.b32 m, $1; sub.s32 m, 0x7f000000, m; mov.b32 $0, m; }", x, result_types=x.type)
             for x in (vector.extract(r, dynamic_position=[], static_position=[0]) for r in unit.registers.flat)
@@ -416,13 +386,13 @@ def scale_totals(totals: jax.Array, factor: jax.Array, *, emulate: bool) -> jax.
         return totals * factor[None, :]
     count = factor.shape[0] // 4
 
-    @plgpu.inline_mgpu(arg_types=(_opaque(count).layout, LAYOUT.reduce(0)), return_type=_opaque(count))
+    @plgpu.inline_mgpu(arg_types=(opaque(count).layout, LAYOUT.reduce(0)), return_type=opaque(count))
     def scale(ctx: Any, totals: Any, factor: Any) -> Any:
         factors = [x for register in factor.registers.flat for x in _two(register)]
         return _pack(
             [
                 _ptx("{ .reg .f32 t; mov.b32 t, $1; mul.f32 t, t, $2; mov.b32 $0, t; }", w, f, result_types=_int32())
-                for w, f in zip(_unpack(totals), factors, strict=True)
+                for w, f in zip(unpack(totals), factors, strict=True)
             ]
         )
 
@@ -435,11 +405,11 @@ def sum_totals(totals: jax.Array, rows: int, *, emulate: bool) -> jax.Array:
         return totals.sum(axis=0)
     result = plgpu.ShapeDtypeStruct((PAGE, rows), jnp.dtype(jnp.float32), layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(_opaque(rows // 4).layout,), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(opaque(rows // 4).layout,), return_type=result)
     def spread(ctx: Any, totals: Any) -> Any:
         f32 = ir.F32Type.get()
         two, zero = ir.VectorType.get((2,), f32), mgpu_utils.c(0.0, f32)
-        words = [mgpu_utils.bitcast(word, f32) for word in _unpack(totals)]
+        words = [mgpu_utils.bitcast(word, f32) for word in unpack(totals)]
         registers = np.empty((1, rows // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for columns in range(rows // 8):
             registers[0, columns, 0, 0, 0, 0, 0, 0, 0] = vector.from_elements(two, words[2 * columns : 2 * columns + 2])
@@ -493,7 +463,7 @@ def load_values(keys: Ref, scales: Ref, side: int, part: int, *, emulate: bool) 
         return (latent[some] * factors)[:, side * HALF : (side + 1) * HALF]
     words = HALF * KEYS_AT_ONCE // 4 // WARPGROUP
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=_opaque(words + 2))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=opaque(words + 2))
     def load(ctx: Any, keys: Any, scales: Any) -> Any:
         warp, _, row, pair = _position()
         dims = arith.addi(times(warp, 64), times(row, 8))
@@ -528,9 +498,9 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
     result = plgpu.ShapeDtypeStruct((HALF, KEYS_AT_ONCE), jnp.dtype(jnp.float16), layout=LAYOUT)
     words = HALF * KEYS_AT_ONCE // 4 // WARPGROUP
 
-    @plgpu.inline_mgpu(arg_types=(_opaque(words + 2).layout,), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(opaque(words + 2).layout,), return_type=result)
     def widen(ctx: Any, loaded: Any) -> Any:
-        found = _unpack(loaded)
+        found = unpack(loaded)
         two = ir.VectorType.get((2,), ir.F16Type.get())
         registers = np.empty((HALF // 64, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for eight in range(KEYS_AT_ONCE // 8):

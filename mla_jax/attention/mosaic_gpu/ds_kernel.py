@@ -60,8 +60,8 @@ def _scratch(problem: Problem, config: DsConfig) -> dict[str, Any]:
     rows = problem.copied_rows
     return {
         "keys": plgpu.SMEM((config.slots, LINES, LINE), jnp.uint8),
-        "latent": plgpu.SMEM((1, rows, LATENT), jnp.float16, transforms=TILED),
-        "rope": plgpu.SMEM((1, rows, ROPE), jnp.bfloat16, transforms=TILED),
+        "latent": plgpu.SMEM((rows, LATENT), jnp.float16, transforms=TILED),
+        "rope": plgpu.SMEM((rows, ROPE), jnp.bfloat16, transforms=TILED),
         "factor": plgpu.SMEM((rows,), jnp.float32),
         "probabilities": plgpu.SMEM((BUFFERS, PAGE // KEYS_AT_ONCE, rows, KEYS_AT_ONCE), jnp.float16, transforms=PART),
         "scales": plgpu.SMEM((BUFFERS, GROUPS, PAGE), jnp.float16),

@@ -14,22 +14,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, PAGE, ROWS, WORD
 from mla_jax.attention.mosaic_gpu.ds_hardware import (
-    OPERAND,
     KeyScales,
     add_totals,
     any_above,
     clear_keys,
-    load_latents,
     load_scales,
     no_totals,
-    rope_operand,
     scale_totals,
     store_probabilities_transposed,
     store_scales,
     sum_totals,
     take_queries,
-    widen_latents,
 )
+from mla_jax.attention.mosaic_gpu.ds_products import key_products
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import COLUMN, LAYOUT
@@ -47,7 +44,7 @@ def score(cta: DsCta) -> None:
     def request(r: jax.Array, place: Place) -> Place:
         segment = cta.segment(r)
         source = cta.memory.q.at[r, cta.rows]
-        take_queries(source, cta.queries.latent.at[0], cta.queries.rope.at[0], cta.queries.factor, scale, emulate=cta.emulate)
+        take_queries(source, *cta.queries, scale, emulate=cta.emulate)
         cta.top[...] = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), COLUMN)
         make_visible(emulate=cta.emulate)
         warpgroup_barrier(emulate=cta.emulate)
@@ -89,7 +86,9 @@ def _score_block(
             plgpu.commit_smem()
         warpgroup_barrier(emulate=emulate)
     scales = load_scales(keys, emulate=emulate)
-    logits = _logits(cta, _products(cta, keys, scales, segment.length | place.slot), scales)
+    latent, rope, _ = cta.queries
+    products = key_products(keys, latent, rope, scales, segment.length | place.slot, emulate=emulate)
+    logits = _logits(cta, products, scales)
     if masked:
         logits = jnp.where(_visible_keys(cta, segment, block), logits, HIDDEN)
     exceeds = any_above(logits, cta.top, SLACK, cta.vote_barrier, emulate=emulate)
@@ -104,45 +103,6 @@ def _score_block(
     for signal in cta.scored.values():
         signal.send(place.buffer)
     return add_totals(totals, probabilities, scales.unit, emulate=emulate)
-
-
-def _products(cta: DsCta, keys: Any, scales: KeyScales, changing: jax.Array) -> jax.Array:
-    """K Qᵀ of one block, divided by what keys and queries were: [64, rows] float32."""
-    # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
-    # all query tiles in registers otherwise.
-    zero = lax.shift_right_logical(changing, jnp.int32(31))
-    latent, rope = cta.queries.latent.at[zero], cta.queries.rope.at[zero]
-    shape = (PAGE, cta.problem.copied_rows)
-    parts = range(LATENT // OPERAND)
-
-    def load(part: int) -> jax.Array:
-        return load_latents(keys, part, emulate=cta.emulate)
-
-    def widen(loaded: jax.Array, part: int) -> jax.Array:
-        return widen_latents(loaded, part, scales, emulate=cta.emulate)
-
-    if cta.emulate:
-        operand = rope_operand(keys, scales, emulate=True).astype(jnp.float32)
-        products = jnp.dot(operand, rope[...].astype(jnp.float32).T)
-        for part in parts:
-            queries = latent.at[:, pl.ds(part * OPERAND, OPERAND)][...]
-            products += jnp.dot(widen(load(part), part).astype(jnp.float32), queries.astype(jnp.float32).T)
-        plgpu.commit_smem()
-        return products
-
-    def issue(products: Any) -> jax.Array:
-        loaded = load(0)
-        plgpu.wgmma(products, rope_operand(keys, scales, emulate=False), rope.transpose((1, 0)))
-        for part in parts:
-            if part > 0:
-                plgpu.wgmma_wait(1)  # registers have room for the operands of two products
-            operand = widen(loaded, part)
-            if part != parts[-1]:
-                loaded = load(part + 1)
-            plgpu.wgmma(products, operand, latent.at[:, pl.ds(part * OPERAND, OPERAND)].transpose((1, 0)))
-        return products[...]
-
-    return pl.run_scoped(issue, plgpu.ACC(shape, jnp.float32))
 
 
 def _logits(cta: DsCta, products: jax.Array, scales: KeyScales) -> jax.Array:

@@ -11,8 +11,8 @@ from mla_jax.attention.mosaic_gpu.work import Ref
 class DsQueries(NamedTuple):
     """A request's queries in shared memory, each row divided by a power of two."""
 
-    latent: Ref  # [1, rows, 512] float16
-    rope: Ref  # [1, rows, 64] bfloat16
+    latent: Ref  # [rows, 512] float16
+    rope: Ref  # [rows, 64] bfloat16
     factor: Ref  # [rows] float32: what brings a row's products to logits, base 2
 
 
