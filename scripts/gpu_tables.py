@@ -1,8 +1,8 @@
-"""README.md's tables of steps, drafts and FlashMLA calls, from results of a GPU."""
+"""README.md's tables of steps, drafts, FP8 caches and FlashMLA calls, from results of a GPU."""
 
 from typing import Any
 
-from scripts.results import CPU, GPU, grouped, microseconds, newest, table
+from scripts.results import CPU, GPU, grouped, is_measured, microseconds, newest, table
 
 DRAFTS = {"off": "none", "1-1-2": "chain 1-1-2", "3-1-4": "chain 3-1-4", "3-4-8": "tree 3-4-8"}
 STACKS = {(16, 8): "16 (an 8-way split), 8", (16, 32): "16, 32", (128, 32): "128, 32"}  # heads, requests
@@ -78,6 +78,60 @@ def stack() -> str:
     return table(head, lines) + f"\n\n[Results]({file}) of the same command, with the tokens per step above."
 
 
+def end_to_end() -> str:
+    """What drafts and FP8 caches are worth together; nothing before that was measured."""
+    if not is_measured(GPU, "end-to-end"):
+        return ""
+    file, report = newest(GPU, "end-to-end")
+    rows = {(r["heads"], r["batch"], r["mtp"], r["kv_format"]): r for r in report["rows"] if "gain" in r}
+    ways = list(dict.fromkeys(key[2:] for key in rows))
+    lines = []
+    for heads, batch in dict.fromkeys(key[:2] for key in rows):
+        cells = (_step_cell(rows.get((heads, batch, *way))) for way in ways)
+        lines.append((f"{heads}, {batch}", *cells))
+    one_size = {way: next(r["cache_against_plain"] for key, r in rows.items() if key[2:] == way) for way in ways}
+    lines.append(("cache, relative", *(f"{one_size[way]:.2f}" for way in ways)))
+    head = (kv_format if draft == "off" else f"{DRAFTS[draft]}, {kv_format}" for draft, kv_format in ways)
+    return (
+        f"Drafts and FP8 caches together, in such a stack. µs per step, tokens/s as above, and how much more than with "
+        f"{ways[0][1]} and no drafts:\n\n"
+        + table(("heads, requests", *head), lines)
+        + f"\n\n[Results]({file}), also for drafts whose tokens are each right with a given probability: "
+        f"{_made(report)}."
+    )
+
+
+def _step_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    gain = f" ({100 * row['gain']['measured']:+.0f} %)" if row["gain"]["measured"] else ""
+    return f"{grouped(row['wall_us'])} µs, {grouped(row['tokens_per_second']['measured'])}{gain}"
+
+
+def gpu_bits() -> str:
+    """What caches and kernels cost the demo model on a GPU; nothing before that was measured."""
+    if not is_measured(GPU, "bits-per-byte"):
+        return ""
+    file, report = newest(GPU, "bits-per-byte")
+    rows = {(r["cache"], r["tokens_per_step"], r["implementation"]): r for r in report["rows"] if "excess" in r}
+    ways = list(dict.fromkeys(key[1:] for key in rows))
+    lines = []
+    for cache in dict.fromkeys(key[0] for key in rows):
+        found = (rows.get((cache, *way)) for way in ways)
+        lines.append((cache.replace(",", ", ").replace("_queries", " queries"), *map(_bits_cell, found)))
+    head = (f"`{name}`, {tokens} {'token' if tokens == 1 else 'tokens'} a step" for tokens, name in ways)
+    return (
+        "Bits per byte of the demo model on a GPU, weights in bf16, and how far they lie from those of the first row "
+        "by `xla` with as many tokens a step:\n\n"
+        + table(("cache", *head), lines)
+        + f"\n\n[Results]({file}): {_made(report)}."
+    )
+
+
+def _bits_cell(row: dict[str, Any] | None) -> str:
+    return "–" if row is None else f"{row['bits_per_byte']:.4f} ({100 * row['excess']:+.3f} %)"
+
+
 def flash_mla() -> str:
     """A layer of 24 that calls FlashMLA, in four ways, and what repetition found."""
     file, (captured, bare) = newest(GPU, "flash-mla-overhead")
@@ -147,6 +201,13 @@ def _accepted() -> tuple[str, dict[tuple[str, float], float]]:
 def _speed(rows: Any, accepted: Any, heads: int, batch: int, draft: str) -> float:
     """Greedy tokens per second."""
     return batch * accepted[draft, 0.0] / rows[heads, batch, draft]["wall_us"] * 1e6
+
+
+def _made(report: dict[str, Any]) -> str:
+    """Where, when and how."""
+    return (
+        f"{report['device']}, jax {report['jax']}, {report['date'][:10]}; `python {_without_output(report['command'])}`"
+    )
 
 
 def _without_output(command: str) -> str:

@@ -10,14 +10,28 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.cpu_tables import cpu, demo_bits, fp8, fp8_limit
-from scripts.gpu_tables import checked, drafts, flash_mla, stack, step
+from scripts.gpu_tables import checked, drafts, end_to_end, flash_mla, gpu_bits, stack, step
 from scripts.kernel_table import kernels
 from scripts.support import support
 
 README = Path(__file__).parents[1] / "README.md"
 PART = re.compile(r"(<!-- made: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 WIDTH = 120  # of a line of prose
-MAKERS = (support, kernels, step, drafts, stack, flash_mla, checked, fp8, fp8_limit, demo_bits, cpu)
+MAKERS = (
+    support,
+    kernels,
+    step,
+    drafts,
+    stack,
+    end_to_end,
+    flash_mla,
+    checked,
+    fp8,
+    fp8_limit,
+    gpu_bits,
+    demo_bits,
+    cpu,
+)
 PARTS: dict[str, Callable[[], str]] = {maker.__name__: maker for maker in MAKERS}
 
 

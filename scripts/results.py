@@ -9,6 +9,11 @@ ROOT = Path(__file__).parents[1]
 KERNELS, GPU, CPU = "mla_jax/bench/results", "tests/gpu/results", "tests/benchmarks/results"
 
 
+def is_measured(folder: str, what: str) -> bool:
+    """Whether there is such a result yet."""
+    return any((ROOT / folder).glob(f"????-??-??-{what}.json"))
+
+
 def newest(folder: str, what: str) -> tuple[str, Any]:
     """Path from the repository's root, and contents, of the last result of that name: `{date}-{what}.json`."""
     path = max((ROOT / folder).glob(f"????-??-??-{what}.json"))

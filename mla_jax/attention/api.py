@@ -117,9 +117,8 @@ def mla_decode(
         kv_scale: factor of a float8_e4m3fn cache, default 1; may be traced. None for the others.
         schedule: how kernels divide the work, from `step_schedule`: the same for all layers of a step. None makes one
             for this call; implementations that need none ignore it.
-        implementation: None takes the fastest that can run, apart from those that are not proven for such a call yet;
-            a name insists on one of `"mosaic_gpu"`, `"flash_mla"`, `"xla"`, `"reference"`, a sequence of names takes
-            the first that can.
+        implementation: None takes the fastest that can run; a name insists on one of `"mosaic_gpu"`, `"flash_mla"`,
+            `"xla"`, `"reference"`, a sequence of names takes the first that can.
 
     Returns:
         out `[B, S, H, d_v]` in q's dtype, bf16 for an e4m3 q; lse float32 `[B, H, S]`, natural logarithm. A row
