@@ -1,8 +1,9 @@
 """The FP8 kernel in Pallas' interpreter, with race detection: every role and signal, no GPU."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from fp8_problems import assert_fp8_close, fp8_arrays
+from fp8_problems import GOLDEN_RMS, LSE_ABSOLUTE, assert_fp8_close, fp8_arrays, golden_fp8
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems import Problem
 
@@ -47,4 +48,23 @@ def test_equals_float64(name, q_dtype, capfd):
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     assert_fp8_close(out, lse, problem, arrays, kv_scale)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.timeout(120)
+def test_equals_cuda_kernel(capfd):
+    arrays, options, want_out, want_lse = golden_fp8()
+    logit_scale, kv_scale = np.prod(list(options.values())), options["kv_scale"]
+    scales = (jnp.full((1,), scale, jnp.float32) for scale in (logit_scale, kv_scale))
+    out, lse = decode_fp8_with(
+        fp8_config_for(arrays[0]),
+        *arrays,
+        *scales,
+        None,
+        tile_schedule(arrays[-1], 2),
+        causal=True,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    assert np.linalg.norm(np.asarray(out, np.float64) - want_out) <= GOLDEN_RMS * np.linalg.norm(want_out)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, atol=LSE_ABSOLUTE)
     assert "RACE DETECTED" not in "".join(capfd.readouterr())
