@@ -162,4 +162,4 @@ print("\n".join(f"  {name}: {ratio:.3f} of its speed" for ratio, name in slower)
 # This is why multi-token prediction is nearly free with 16 heads per GPU (memory binds; more query rows read the same
 # bytes) and not with 128 (arithmetic binds already), and why an FP8 cache helps memory-bound cases first: half the
 # bytes. With many query rows it helps only as far as a kernel's products take bytes, too: those of the scores do here,
-# those with the values do not. Points far below the others are `xla`'s, where no kernel reads the format yet.
+# those with the values do not. Points far below the others, if there are any, are `xla`'s.

@@ -5,7 +5,17 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ds_problems import SIZES, WILD_SCALE, assert_ds_close, assert_golden_ds_close, ds_arrays, golden_ds
+from ds_problems import (
+    OVERFLOW,
+    SCALES_OF_ZEROS,
+    SIZES,
+    WILD_SCALE,
+    assert_ds_close,
+    assert_golden_ds_close,
+    ds_arrays,
+    golden_ds,
+    rope_only,
+)
 from problems import Problem
 
 from mla_jax import mla_decode
@@ -67,6 +77,14 @@ def test_a_cache_of_zeros():
         out, lse = decode(q, rows, table, lens)
         assert (np.asarray(out, np.float32) == 0).all()
         np.testing.assert_allclose(np.asarray(lse)[1:, :, 0], np.log([[65.0], [300.0]]) + np.zeros((2, 16)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", SCALES_OF_ZEROS)
+@pytest.mark.parametrize("zero_queries", [False, pytest.param(True, marks=pytest.mark.xfail(reason=OVERFLOW))])
+def test_nothing_but_rope(scale, zero_queries):
+    problem = Problem((65, 0, 3), heads=8)
+    *arrays, _ = everything = rope_only(ds_arrays(problem), scale, zero_queries=zero_queries)
+    assert_ds_close(*decode(*arrays), problem, everything)
 
 
 def test_repeats_are_bit_identical():

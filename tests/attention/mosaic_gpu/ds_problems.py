@@ -49,6 +49,20 @@ def ds_arrays(problem, sizes="rows", *, power_of_two=False):
     return q, rows, jnp.asarray(table), jnp.asarray(lens), None if mask is None else jnp.asarray(mask)
 
 
+SCALES_OF_ZEROS = (0.0, float(np.finfo(np.float32).tiny))  # by other writers; ours is 1
+OVERFLOW = "units of 2**-64 of a key and 2**-72 of a query overflow float32"
+
+
+def rope_only(arrays, scale, *, zero_queries):
+    """Those arrays with latents of zero under such a scale; the queries' too, if wanted."""
+    q, cache, *others = arrays
+    nothing = np.zeros(LATENT + 4 * TILES, np.uint8)
+    nothing[LATENT:] = np.full(TILES, scale, np.float32).view(np.uint8)
+    owned = (cache != UNOWNED).any(axis=-1, keepdims=True)
+    cache = jnp.where(owned, cache.at[..., : len(nothing)].set(nothing), cache)
+    return q.at[..., :LATENT].set(0) if zero_queries else q, cache, *others
+
+
 def assert_ds_close(out, lse, problem, arrays):
     """Relative RMS of out over all rows, and lse, against float64 over the dequantized cache."""
     q, cache, table, lens, mask = (None if x is None else np.asarray(x) for x in arrays)

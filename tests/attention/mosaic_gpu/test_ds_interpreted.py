@@ -2,7 +2,16 @@
 
 import jax.numpy as jnp
 import pytest
-from ds_problems import WILD_SCALE, assert_ds_close, assert_golden_ds_close, ds_arrays, golden_ds
+from ds_problems import (
+    OVERFLOW,
+    SCALES_OF_ZEROS,
+    WILD_SCALE,
+    assert_ds_close,
+    assert_golden_ds_close,
+    ds_arrays,
+    golden_ds,
+    rope_only,
+)
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems import Problem
 
@@ -53,6 +62,19 @@ def test_hostile_sizes(sizes, power_of_two, capfd):
     *arrays, _ = everything = ds_arrays(HOSTILE, sizes, power_of_two=power_of_two)
     out, lse = run(arrays, HOSTILE.scale, 2, capfd)
     assert_ds_close(out, lse, HOSTILE, everything)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("scale", SCALES_OF_ZEROS)
+@pytest.mark.parametrize(
+    "zero_queries",
+    [False, pytest.param(True, marks=pytest.mark.xfail(reason=OVERFLOW))],
+)
+def test_nothing_but_rope(scale, zero_queries, capfd):
+    problem = Problem((65, 0, 3), heads=8)
+    *arrays, _ = everything = rope_only(ds_arrays(problem), scale, zero_queries=zero_queries)
+    out, lse = run(arrays, problem.scale, 1, capfd)
+    assert_ds_close(out, lse, problem, everything)
 
 
 @pytest.mark.timeout(120)
