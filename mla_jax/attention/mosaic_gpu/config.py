@@ -104,7 +104,7 @@ class Problem:
     dtype: jnp.dtype
     causal: bool
     tree: bool
-    query_parts: int = 1  # arrays that queries are the sum of
+    query_parts: int = 1  # arrays that queries are the sum of; 0 where they are no items of the ring
 
     @property
     def row_blocks(self) -> int:

@@ -17,19 +17,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_values import accumulate
 from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
-from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
-from mla_jax.attention.mosaic_gpu.ds_config import DsConfig
+from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE, ROPE, ROWS, Problem
+from mla_jax.attention.mosaic_gpu.ds_config import REDUCTION, DsConfig
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUPS, LINE, LINES
 from mla_jax.attention.mosaic_gpu.ds_scores import score
-from mla_jax.attention.mosaic_gpu.ds_values import accumulate
+from mla_jax.attention.mosaic_gpu.ds_values import DsValues
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta, DsQueries
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_work import Span
-from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, TILED, Signal
-from mla_jax.attention.mosaic_gpu.persistent import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT, barriers, run_persistent
-from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
+from mla_jax.attention.mosaic_gpu.hardware import TILED
+from mla_jax.attention.mosaic_gpu.persistent import (
+    SCORE,
+    VALUES_LEFT,
+    VALUES_RIGHT,
+    Signals,
+    barriers,
+    run_persistent,
+    set_registers,
+)
+from mla_jax.attention.mosaic_gpu.work import Global, Side
 from mla_jax.schedule import TileSchedule
 
 
@@ -52,7 +61,7 @@ def run_ds_kernel(
 
     scratch = _scratch(problem, config)
     return run_persistent(
-        "mla_decode_ds_mla", problem, body, scratch, inputs, schedule, interpret=interpret, reduction_bytes=1024
+        "mla_decode_ds_mla", problem, body, scratch, inputs, schedule, interpret=interpret, reduction_bytes=REDUCTION
     )
 
 
@@ -77,32 +86,20 @@ def _scratch(problem: Problem, config: DsConfig) -> dict[str, Any]:
 
 
 def _cta_body(problem: Problem, config: DsConfig, emulate: bool, memory: Global, **scratch: Any) -> None:
-    next_id = FIRST_FREE_BARRIER
-
-    def signal(name: str, warpgroups: int) -> Signal:
-        nonlocal next_id
-        made = Signal(next_id, warpgroups * WARPGROUP, scratch[name] if emulate else None)
-        next_id += BUFFERS
-        return made
-
+    signals = Signals(BUFFERS, scratch, emulate=emulate)
     part, keys, full = lax.axis_index("part"), scratch["keys"], scratch["full"]
     cta = DsCta(
         config=config,
         problem=problem,
         emulate=emulate,
         memory=memory,
-        slots=Slots(keys, keys, keys),
         queries=DsQueries(*(scratch[name] for name in DsQueries._fields)),
         probabilities=scratch["probabilities"],
         row_vectors=scratch["row_vectors"],
-        left_full=full,
-        right_full=full,
-        scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
-        buffer_free=signal("buffer_free", 3),
-        slot_read=signal("slot_read", 2),
-        vote_barrier=next_id,
-        query_scale=None,
-        value_scale=None,
+        scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
+        buffer_free=signals.take("buffer_free", 3),
+        slot_read=signals.take("slot_read", 2),
+        vote_barrier=signals.take_barrier(),
         span=Span.load(memory.metadata, part),
         part=part,
         row_block=lax.axis_index("row_block"),
@@ -114,19 +111,15 @@ def _cta_body(problem: Problem, config: DsConfig, emulate: bool, memory: Global,
 
     @pl.when(role == SCORE)
     def _() -> None:
-        _set_registers(config.score_registers)
+        set_registers(config.score_registers)
         score(cta)
         announce_pieces(cta)
 
     @pl.when(role != SCORE)
     def _() -> None:
-        _set_registers(config.value_registers)
-        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
-        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
+        set_registers(config.value_registers)
+        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT, DsValues(cta, Side.LEFT)))
+        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT, DsValues(cta, Side.RIGHT)))
         announce_pieces(cta)
         if not emulate:
             merge(cta, role - VALUES_LEFT, workers=2)
-
-
-def _set_registers(count: int) -> None:
-    plgpu.set_max_registers(count, action="increase" if count > REGISTERS // ROLES else "decrease")

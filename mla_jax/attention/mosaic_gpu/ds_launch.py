@@ -4,7 +4,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mla_jax.attention.mosaic_gpu.config import ROWS, SHARED_MEMORY, padded_rows
 from mla_jax.attention.mosaic_gpu.ds_config import DsConfig, shared_memory

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE, ROPE
+from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE
 from mla_jax.attention.mosaic_gpu.ds_hardware import (
     FACTORS,
     OPERAND,
@@ -24,18 +24,19 @@ from mla_jax.attention.mosaic_gpu.ds_hardware import (
     latent_registers,
     load_latents,
     matrix_address,
-    opaque,
     rope_registers,
-    unpack,
 )
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUP, split_rows
-from mla_jax.attention.mosaic_gpu.fp8_hardware import LAYOUT, i32
+from mla_jax.attention.mosaic_gpu.fp8_hardware import LAYOUT
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR, TILED, Ref
+from mla_jax.attention.mosaic_gpu.ptx import i32, int32, opaque, ptx, unpack
 
 ROW_TILE = 8 * 128  # bytes of 8 rows in a tile of 128 bytes
 
 
-def key_products(keys: Ref, latent: Ref, rope: Ref, scales: KeyScales, changing: jax.Array, *, emulate: bool) -> jax.Array:
+def key_products(
+    keys: Ref, latent: Ref, rope: Ref, scales: KeyScales, changing: jax.Array, *, emulate: bool
+) -> jax.Array:
     """[64, rows] float32, divided by the keys' units. For latent [rows, 512] and rope [rows, 64] in the layout TILED.
 
     `changing` is a number ≥ 0 that differs from call to call: descriptors would stay in registers otherwise.
@@ -45,8 +46,11 @@ def key_products(keys: Ref, latent: Ref, rope: Ref, scales: KeyScales, changing:
         numbers, _, key_rope = split_rows(keys[...])
         numbers = (numbers * jnp.repeat(scales.factors, GROUP, axis=1)).astype(jnp.float16)
         key_rope = (key_rope.astype(jnp.float32) / scales.unit[:, None]).astype(jnp.bfloat16)
-        pairs = ((numbers, latent[...]), (key_rope, rope[...]))
-        return sum(jnp.dot(k.astype(jnp.float32), q.astype(jnp.float32).T) for k, q in pairs)
+
+        def dot(k: jax.Array, q: Ref) -> jax.Array:
+            return jnp.dot(k.astype(jnp.float32), q[...].astype(jnp.float32).T)
+
+        return dot(numbers, latent) + dot(key_rope, rope)
     result = plgpu.ShapeDtypeStruct((PAGE, rows), jnp.dtype(jnp.float32), layout=LAYOUT)
 
     @plgpu.inline_mgpu(
@@ -54,9 +58,7 @@ def key_products(keys: Ref, latent: Ref, rope: Ref, scales: KeyScales, changing:
         return_type=result,
     )
     def multiply(ctx: Any, keys: Any, latent: Any, rope: Any, factors: Any, changing: Any) -> Any:
-        zero = mgpu_utils.inline_ptx(
-            "shr.u32 $0, $1, 31;", changing.registers.item(), result_types=ir.IntegerType.get_signless(32), has_side_effects=True
-        )
+        zero = ptx("shr.u32 $0, $1, 31;", changing.registers.item(), result_types=int32())
         factor, address = unpack(factors), matrix_address(keys)
         acc = WGMMAAccumulator.zero(PAGE, rows, ir.F32Type.get())
         parts = range(LATENT // OPERAND)
@@ -78,7 +80,7 @@ def key_products(keys: Ref, latent: Ref, rope: Ref, scales: KeyScales, changing:
 
 def _descriptor(tiles: Any, zero: Any, eight_rows: int) -> tuple[Any, Any]:
     """Two halves of what a product is told of its operand: 8 rows are `eight_rows` bytes, tiles are 128 wide."""
-    address = arith.addi(llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(tiles)), zero)
+    address = arith.addi(llvm.ptrtoint(int32(), mgpu_utils.memref_ptr(tiles)), zero)
     low = arith.andi(arith.shrui(address, i32(4)), i32(0x3FFF))
     return low, i32((1 << 30) | (eight_rows >> 4))
 

@@ -4,7 +4,6 @@ Keys are rows of the products: so they can be widened where they are, and no pag
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.config import LATENT, LOG2E, PAGE, ROWS, WORD
+from mla_jax.attention.mosaic_gpu.config import LOG2E
 from mla_jax.attention.mosaic_gpu.ds_hardware import (
     KeyScales,
     add_totals,
@@ -29,10 +28,18 @@ from mla_jax.attention.mosaic_gpu.ds_hardware import (
 from mla_jax.attention.mosaic_gpu.ds_products import key_products
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
-from mla_jax.attention.mosaic_gpu.fp8_hardware import COLUMN, LAYOUT
+from mla_jax.attention.mosaic_gpu.fp8_hardware import COLUMN
 from mla_jax.attention.mosaic_gpu.fp8_work import Place
 from mla_jax.attention.mosaic_gpu.hardware import make_visible, warpgroup_barrier
-from mla_jax.attention.mosaic_gpu.scores import HIDDEN, LOWEST, SLACK, clear_unowned, first_masked_block, nonzero
+from mla_jax.attention.mosaic_gpu.scores import (
+    HIDDEN,
+    LOWEST,
+    SLACK,
+    clear_unowned,
+    first_masked_block,
+    store_lse,
+    visible_keys,
+)
 from mla_jax.attention.mosaic_gpu.work import Segment
 
 
@@ -64,7 +71,8 @@ def score(cta: DsCta) -> None:
             plgpu.commit_smem()
         for signal in cta.scored.values():
             signal.send(place.buffer)
-        _store_lse(cta, segment, plgpu.load(cta.top, layout=COLUMN, optimized=False), total)
+        top = plgpu.load(cta.top, layout=COLUMN, optimized=False)
+        store_lse(cta, segment, top, total, count=False)
         return place.after_total()
 
     cta.for_each_request(request, Place.start())
@@ -90,7 +98,7 @@ def _score_block(
     products = key_products(keys, latent, rope, scales, segment.length | place.slot, emulate=emulate)
     logits = _logits(cta, products, scales)
     if masked:
-        logits = jnp.where(_visible_keys(cta, segment, block), logits, HIDDEN)
+        logits = jnp.where(visible_keys(cta, segment, block, rows=cta.problem.copied_rows, row_axis=1), logits, HIDDEN)
     exceeds = any_above(logits, cta.top, SLACK, cta.vote_barrier, emulate=emulate)
     cta.buffer_free.receive(place.buffer)
     cta.differs.at[place.buffer][...] = exceeds
@@ -126,47 +134,3 @@ def _follow(cta: DsCta, logits: jax.Array, totals: jax.Array, buffer: jax.Array)
         plgpu.commit_smem()
     warpgroup_barrier(emulate=cta.emulate)
     return scale_totals(totals, decay, emulate=cta.emulate)
-
-
-def _visible_keys(cta: DsCta, segment: Segment, block: jax.Array) -> jax.Array:
-    """Which keys of a block each row sees: [64, rows]."""
-    problem = cta.problem
-    shape = (PAGE, problem.copied_rows)
-    key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=LAYOUT) + block * PAGE
-    if problem.tree:
-        return (key < segment.length) & _seen_in_tree(cta, segment, key - (segment.length - problem.tokens))
-    if not problem.causal or problem.tokens == 1:
-        return key < segment.length
-    row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT) + cta.row_block * ROWS
-    limit = segment.length - (problem.tokens - 1) + lax.div(row, jnp.int32(problem.heads))
-    return key < jnp.minimum(limit, segment.length)
-
-
-def _seen_in_tree(cta: DsCta, segment: Segment, position: jax.Array) -> jax.Array:
-    seen = position < 0
-    for word in range(cta.memory.tree.shape[1]):
-        rows = pl.ds(cta.row_block * ROWS, cta.problem.copied_rows)
-        bits = plgpu.load(cta.memory.tree.at[segment.request, word, rows], layout=COLUMN, optimized=False)
-        bit = position - WORD * word
-        shift = lax.max(lax.min(bit, jnp.int32(WORD - 1)), jnp.int32(0))
-        is_set = (lax.shift_right_logical(lax.broadcast_in_dim(bits, shift.shape, [1]), shift) & 1) == 1
-        seen |= (bit == shift) & is_set
-    return seen
-
-
-def _store_lse(cta: DsCta, segment: Segment, top: jax.Array, total: jax.Array) -> None:
-    r, rows = segment.request, cta.problem.copied_rows
-    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log2(nonzero(total)))
-    whole = cta.pieces(r) == 1
-
-    @pl.when(whole)
-    def _() -> None:
-        plgpu.wait_smem_to_gmem(0)  # the previous request's copy has left the stage
-        staged = cta.lse_stage.at[pl.ds(0, rows)]
-        staged[...] = lse * (1 / LOG2E)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, cta.memory.lse.at[r, cta.rows])
-
-    @pl.when(~whole)
-    def _() -> None:
-        cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)][...] = lse

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta
+from mla_jax.attention.mosaic_gpu.fp8_work import BytesWork
 from mla_jax.attention.mosaic_gpu.hardware import Signal
 from mla_jax.attention.mosaic_gpu.work import Ref
 
@@ -17,9 +17,10 @@ class DsQueries(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DsCta(Fp8Cta):
-    """What the roles share."""
+class DsCta(BytesWork):
+    """What the roles of the kernel for fp8_ds_mla share."""
 
+    queries: DsQueries
     keys: Ref  # [slots, LINES, LINE] uint8: pages
     scales: Ref  # [BUFFERS, 4, 64] float16: what values are multiplied with, divided by their key's unit
     top: Ref  # [rows] float32: of this request's rows, the largest logit so far, or up to SLACK below it

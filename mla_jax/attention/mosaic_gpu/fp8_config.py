@@ -30,14 +30,19 @@ class Fp8Config:
             raise ValueError(
                 f"{self.slots=} needs {used} bytes of shared memory, a CTA has {SHARED_MEMORY}: lower slots"
             )
-        registers = (self.score_registers, self.value_registers)
-        if any(r % 8 or not 24 <= r <= 256 for r in registers):
-            raise ValueError(f"{registers=}: each must be a multiple of 8 from 24 to 256")
-        if (used := self.score_registers + 2 * self.value_registers) > REGISTERS:
-            raise ValueError(
-                f"{registers=} with two value warpgroups need {used} registers per thread index, a CTA has "
-                f"{REGISTERS} (with more it would wait for them for ever): lower value_registers"
-            )
+        check_registers(self.score_registers, self.value_registers)
+
+
+def check_registers(score_registers: int, value_registers: int) -> None:
+    """Raise ValueError if one score role and two value roles cannot have so many."""
+    registers = (score_registers, value_registers)
+    if any(r % 8 or not 24 <= r <= 256 for r in registers):
+        raise ValueError(f"{registers=}: each must be a multiple of 8 from 24 to 256")
+    if (used := score_registers + 2 * value_registers) > REGISTERS:
+        raise ValueError(
+            f"{registers=} with two value warpgroups need {used} registers per thread index, a CTA has "
+            f"{REGISTERS} (with more it would wait for them for ever): lower value_registers"
+        )
 
 
 def shared_memory(slots: int, query_parts: int, rows: int) -> int:

@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROWS, WARPGROUP
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, opaque, pack, position, times, two, unpack
 
 # How e4m3 operands of a WGMMA lie in shared memory. Tiles of 64 bytes, because those of 128 do not divide 576.
 BYTES: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))  # type: ignore[abstract]
@@ -26,8 +27,7 @@ COLUMN = LAYOUT.reduce(0)  # one value per column of a matrix
 LINE = 64  # bytes of a key in a tile
 ROW_TILE = 8 * HALF  # bytes of 8 keys
 DIMS = 8  # neighbouring dims that a thread has of every key
-_WORDS = HALF * KEYS_AT_ONCE // 4
-_LOADED = plgpu.ShapeDtypeStruct((_WORDS,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((_WORDS,), vec_size=1))
+WORDS = HALF * KEYS_AT_ONCE // 4 // WARPGROUP  # of those, in each thread
 
 
 def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
@@ -35,7 +35,7 @@ def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
     if emulate:
         return values[...][part * KEYS_AT_ONCE : (part + 1) * KEYS_AT_ONCE]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=_LOADED)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=opaque(WORDS))
     def load(ctx: Any, values: Any) -> Any:
         first, second = _addresses(mgpu_utils.memref_ptr(values))
         i32_ = ir.IntegerType.get_signless(32)
@@ -49,10 +49,7 @@ def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
                 result_types=[i32_] * 4,
                 has_side_effects=True,
             )
-        one = ir.VectorType.get((1,), i32_)
-        numbers: list[Any] = [vector.from_elements(one, [word]) for word in words]
-        registers = np.array(numbers, dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=_loaded_layout(), _is_signed=True)
+        return pack(words)
 
     return load(values)
 
@@ -67,9 +64,9 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
         return loaded.astype(jnp.float16).T
     result = plgpu.ShapeDtypeStruct((HALF, KEYS_AT_ONCE), jnp.dtype(jnp.float16), layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(_LOADED.layout,), return_type=result)
+    @plgpu.inline_mgpu(arg_types=(opaque(WORDS).layout,), return_type=result)
     def widen(ctx: Any, loaded: Any) -> Any:
-        words = [vector.extract(r, dynamic_position=[], static_position=[0]) for r in loaded.registers.flat]
+        words = unpack(loaded)
         orders = _byte_orders()
         registers = np.empty((HALF // ROWS, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for keys in range(KEYS_AT_ONCE // 8):
@@ -80,19 +77,15 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
     return widen(loaded)
 
 
-def _loaded_layout() -> Any:
-    return mgpu.WGStridedFragLayout(shape=_LOADED.shape, vec_size=1)
-
-
 def _swapped() -> Any:
     """1 in the threads that load the odd one of two neighbouring keys first: all would meet in half of the banks."""
-    _, row, _ = _position()
+    _, row, _ = position()
     return arith.remui(arith.divui(row, i32(2)), i32(2))
 
 
 def _addresses(base: Any) -> tuple[Any, Any]:
     """Where this thread's 8 dims of two neighbouring keys lie."""
-    warp, row, pair = _position()
+    warp, row, pair = position()
     chunk = arith.xori(arith.divui(row, i32(2)), pair)  # the swizzle
     dims = arith.addi(times(chunk, 16), times(arith.remui(row, i32(2)), DIMS))
     start = arith.addi(arith.addi(times(warp, 8 * LINE), times(pair, 2 * LINE)), dims)
@@ -137,7 +130,7 @@ def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def store(ctx: Any, target: Any, matrix: Any) -> None:
         itemsize = mgpu_utils.bytewidth(ir.MemRefType(target.type).element_type)
-        warp, row, pair = _position()
+        warp, row, pair = position()
         dim = arith.addi(times(warp, ROWS), times(row, DIMS))
         offset = arith.addi(times(dim, itemsize), times(pair, 2 * LATENT * itemsize))
         address = at_byte(mgpu_utils.memref_ptr(target), offset)
@@ -179,7 +172,7 @@ def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: b
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(PART), LAYOUT))
     def store(ctx: Any, target: Any, matrix: Any) -> None:
-        warp, row, pair = _position()
+        warp, row, pair = position()
         line = arith.addi(times(warp, 16 * 32), times(row, 32))
         flipped = times(arith.divui(row, i32(4)), 16)  # the swizzle: rows 4 to 7 of 8 swap their two chunks
         base = at_byte(mgpu_utils.memref_ptr(target), arith.addi(line, times(pair, 4)))
@@ -190,11 +183,11 @@ def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: b
             with ir.InsertionPoint(branch.then_block):
                 for columns in range(PAGE // 8):
                     register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
-                    two = [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
+                    numbers = two(register)
                     offset = (columns // 2) * rows * 32 + below * 8 * 32
                     mgpu_utils.inline_ptx(
                         f"{{ .reg .b32 w; cvt.rn.f16x2.f32 w, $1, $0; st.shared.b32 [$2 + {offset}], w; }}",
-                        *two,
+                        *numbers,
                         chunks[columns % 2],
                         has_side_effects=True,
                     )
@@ -241,7 +234,7 @@ def rescale_columns(matrix: jax.Array, factor: Ref, differs: jax.Array, *, emula
         taken = arith.cmpi(arith.CmpIPredicate.ne, differs.registers.item(), i32(0))
         branch: Any = scf.IfOp(taken, [r.type for r in matrix.registers.flat], has_else=True)  # type: ignore[call-arg]
         with ir.InsertionPoint(branch.then_block):
-            _, _, pair = _position()
+            _, _, pair = position()
             base = at_byte(mgpu_utils.memref_ptr(factor), times(pair, 8))
             two = ir.VectorType.get((2,), ir.F32Type.get())
             products = matrix.registers.copy()
@@ -317,25 +310,3 @@ def clear_keys(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
             scf.yield_([])
 
     clear(tile, first)
-
-
-def i32(value: int) -> Any:
-    """A constant."""
-    return mgpu_utils.c(value, ir.IntegerType.get_signless(32))
-
-
-def times(x: Any, value: int) -> Any:
-    """x * value."""
-    return arith.muli(x, i32(value))
-
-
-def at_byte(base: Any, offset: Any) -> Any:
-    """The address `offset` bytes behind another."""
-    return mgpu_utils.getelementptr(base, [offset], ir.IntegerType.get_signless(8))
-
-
-def _position() -> tuple[Any, Any, Any]:
-    """This thread's warp in its warpgroup, and its row of 8 and its pair of columns of 4 in a WGMMA fragment."""
-    thread = arith.remui(mgpu_utils.thread_idx(), i32(WARPGROUP))
-    lane = arith.remui(thread, i32(32))
-    return arith.divui(thread, i32(32)), arith.divui(lane, i32(4)), arith.remui(lane, i32(4))

@@ -16,15 +16,23 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_values import accumulate
 from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
-from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, REGISTERS, ROPE, ROWS, WARPGROUP, Problem
+from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
-from mla_jax.attention.mosaic_gpu.fp8_values import accumulate
+from mla_jax.attention.mosaic_gpu.fp8_values import Fp8Values
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries, Span
-from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
-from mla_jax.attention.mosaic_gpu.persistent import ROLES, SCORE, VALUES_LEFT, VALUES_RIGHT, barriers, run_persistent
+from mla_jax.attention.mosaic_gpu.persistent import (
+    SCORE,
+    VALUES_LEFT,
+    VALUES_RIGHT,
+    Signals,
+    barriers,
+    run_persistent,
+    set_registers,
+)
 from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
 from mla_jax.schedule import TileSchedule
 
@@ -84,14 +92,7 @@ def _cta_body(
     memory: Global,
     **scratch: Any,
 ) -> None:
-    next_id = FIRST_FREE_BARRIER
-
-    def signal(name: str, warpgroups: int) -> Signal:
-        nonlocal next_id
-        made = Signal(next_id, warpgroups * WARPGROUP, scratch[name] if emulate else None)
-        next_id += BUFFERS
-        return made
-
+    signals = Signals(BUFFERS, scratch, emulate=emulate)
     part = lax.axis_index("part")
     cta = Fp8Cta(
         config=config,
@@ -104,8 +105,8 @@ def _cta_body(
         row_vectors=scratch["row_vectors"],
         left_full=scratch["left_full"],
         right_full=scratch["right_full"],
-        scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
-        buffer_free=signal("buffer_free", 3),
+        scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
+        buffer_free=signals.take("buffer_free", 3),
         query_scale=query_scale,
         value_scale=value_scale,
         span=Span.load(memory.metadata, part),
@@ -116,19 +117,15 @@ def _cta_body(
 
     @pl.when(role == SCORE)
     def _() -> None:
-        _set_registers(config.score_registers)
+        set_registers(config.score_registers)
         score(cta)
         announce_pieces(cta)
 
     @pl.when(role != SCORE)
     def _() -> None:
-        _set_registers(config.value_registers)
-        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
-        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
+        set_registers(config.value_registers)
+        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT, Fp8Values(cta, Side.LEFT)))
+        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT, Fp8Values(cta, Side.RIGHT)))
         announce_pieces(cta)
         if not emulate:
             merge(cta, role - VALUES_LEFT, workers=2)
-
-
-def _set_registers(count: int) -> None:
-    plgpu.set_max_registers(count, action="increase" if count > REGISTERS // ROLES else "decrease")

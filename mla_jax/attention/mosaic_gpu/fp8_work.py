@@ -1,14 +1,14 @@
 """What a CTA of the FP8 kernel works with, beside what those of the bf16 kernel have."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
+from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.hardware import Signal
-from mla_jax.attention.mosaic_gpu.work import Ref, Work
+from mla_jax.attention.mosaic_gpu.work import HalvesWork, Ref, Work
 
 
 class Fp8Queries(NamedTuple):
@@ -34,15 +34,12 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fp8Cta(Work):
-    """What the roles of the FP8 kernel share. Indices of signals and vectors are buffers of probabilities."""
+class BytesWork(Work):
+    """Work of the kernels for FP8 caches. Indices of signals and vectors are buffers of probabilities."""
 
-    config: Fp8Config
-    queries: Fp8Queries
+    config: Any  # with the number of `slots`
     probabilities: Ref  # [BUFFERS, 4, copied_rows, 16] float16: 16 keys each
     buffer_free: Signal  # both sides to the score role: this buffer has been used
-    query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
-    value_scale: Ref  # [1] float32
     span: Span
 
     @property
@@ -66,6 +63,15 @@ class Fp8Cta(Work):
         return self.span.end_block
 
 
+@dataclasses.dataclass(frozen=True)
+class Fp8Cta(BytesWork, HalvesWork):
+    """What the roles of the kernel for e4m3 share."""
+
+    queries: Fp8Queries
+    query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
+    value_scale: Ref  # [1] float32
+
+
 class Place(NamedTuple):
     """Where an item is: its slot in the rings, and the buffer for its probabilities."""
 
@@ -77,7 +83,7 @@ class Place(NamedTuple):
         """Of the first item."""
         return cls(jnp.int32(0), jnp.int32(0))
 
-    def after(self, config: Fp8Config) -> "Place":
+    def after(self, config: Any) -> "Place":
         """Of the next item."""
         return Place(jnp.where(self.slot == config.slots - 1, 0, self.slot + 1), BUFFERS - 1 - self.buffer)
 

@@ -26,12 +26,19 @@ from mla_jax.attention.mosaic_gpu.config import (
     PAGE,
     ROPE,
     ROWS,
-    WARPGROUP,
     KernelConfig,
     Problem,
 )
-from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, TILED, Signal
-from mla_jax.attention.mosaic_gpu.persistent import SCORE, VALUES_LEFT, VALUES_RIGHT, barriers, run_persistent
+from mla_jax.attention.mosaic_gpu.hardware import TILED
+from mla_jax.attention.mosaic_gpu.persistent import (
+    SCORE,
+    VALUES_LEFT,
+    VALUES_RIGHT,
+    Signals,
+    barriers,
+    run_persistent,
+    set_registers,
+)
 from mla_jax.attention.mosaic_gpu.scores import score
 from mla_jax.attention.mosaic_gpu.values import accumulate
 from mla_jax.attention.mosaic_gpu.work import Cta, Global, Side, Slots
@@ -77,14 +84,7 @@ def _scratch(problem: Problem, config: KernelConfig) -> dict[str, Any]:
 
 
 def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Global, **scratch: Any) -> None:
-    next_id = FIRST_FREE_BARRIER
-
-    def signal(name: str, warpgroups: int) -> Signal:
-        nonlocal next_id
-        made = Signal(next_id, warpgroups * WARPGROUP, scratch[name] if emulate else None)
-        next_id += config.left_slots
-        return made
-
+    signals = Signals(config.left_slots, scratch, emulate=emulate)
     cta = Cta(
         config=config,
         problem=problem,
@@ -95,9 +95,9 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         row_vectors=scratch["row_vectors"],
         left_full=scratch["left_full"],
         right_full=scratch["right_full"],
-        scored={Side.LEFT: signal("scored_left", 2), Side.RIGHT: signal("scored_right", 2)},
-        next_scores_done=signal("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
-        right_done=signal("right_done", 2),
+        scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
+        next_scores_done=signals.take("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
+        right_done=signals.take("right_done", 2),
         part=lax.axis_index("part"),
         row_block=lax.axis_index("row_block"),
     )
@@ -105,12 +105,12 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
 
     @pl.when(role == SCORE)
     def _() -> None:
-        plgpu.set_max_registers(config.score_registers, action="increase")
+        set_registers(config.score_registers)
         score(cta)
 
     @pl.when(role != SCORE)
     def _() -> None:
-        plgpu.set_max_registers(config.value_registers, action="decrease")
+        set_registers(config.value_registers)
         pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
         pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
         if not emulate:

@@ -55,8 +55,8 @@ def decode(
     scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
     causal = causal and tokens > 1  # one kernel for one token
     if kv_cache.dtype == jnp.uint8:
-        arrays = (q, kv_cache, block_table, kv_lens, scale)
-        return decode_ds_with(ds_config_for(q), *arrays, tree_mask, schedule, causal=causal)
+        config = ds_config_for(q)
+        return decode_ds_with(config, q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
     if kv_cache.dtype == jnp.float8_e4m3fn:
         value_scale = jnp.ones(1) if value_scale is None else jnp.asarray(value_scale, jnp.float32).reshape(1)
         fp8, arrays = fp8_config_for(q), (q, kv_cache, block_table, kv_lens, scale, value_scale)

@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.combine import merge_outside
-from mla_jax.attention.mosaic_gpu.config import LATENT, ROWS, Problem
+from mla_jax.attention.mosaic_gpu.config import LATENT, REGISTERS, ROWS, WARPGROUP, Problem
+from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
 from mla_jax.schedule import TileSchedule
 
 ROLES = 3
@@ -68,3 +69,27 @@ def run_persistent(
 def barriers(count: int, arrivals: int = 1) -> Any:
     """So many barriers in shared memory."""
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+
+class Signals:
+    """Hands out signals between warpgroups, with as many indices each, and the barriers of the GPU behind them."""
+
+    def __init__(self, indices: int, scratch: dict[str, Any], *, emulate: bool):
+        self._indices, self._scratch, self._emulate = indices, scratch, emulate
+        self._next = FIRST_FREE_BARRIER
+
+    def take(self, name: str, warpgroups: int) -> Signal:
+        """A signal between so many; in the interpreter, the barriers of that name."""
+        signal = Signal(self._next, warpgroups * WARPGROUP, self._scratch[name] if self._emulate else None)
+        self._next += self._indices
+        return signal
+
+    def take_barrier(self) -> int:
+        """The number of one more barrier."""
+        self._next += 1
+        return self._next - 1
+
+
+def set_registers(count: int) -> None:
+    """Registers per thread of this warpgroup, from what each has at the start."""
+    plgpu.set_max_registers(count, action="increase" if count > REGISTERS // ROLES else "decrease")

@@ -74,7 +74,7 @@ def score(cta: Cta) -> None:
         softmax, products, turn = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
         softmax = _publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True)
         _free_held_back(cta, turn)
-        store_lse(cta, segment, softmax)
+        store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1))
         return turn.after(config)
 
     cta.for_each_request(request, Turn.start())
@@ -212,28 +212,31 @@ def first_masked_block(cta: Work, length: jax.Array) -> jax.Array:
     return lax.div(lax.max(seen_by_all, jnp.int32(0)), jnp.int32(PAGE))
 
 
-def visible_keys(cta: Work, segment: Segment, block: jax.Array) -> jax.Array:
-    """Which keys of a block each row sees: [64, 64]."""
+def visible_keys(cta: Work, segment: Segment, block: jax.Array, *, rows: int = ROWS, row_axis: int = 0) -> jax.Array:
+    """Which keys of a block each row sees: [rows, 64], or [64, rows] with row_axis 1."""
     problem = cta.problem
-    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 1, layout=MATRIX) + block * PAGE
+    shape = (rows, PAGE) if row_axis == 0 else (PAGE, rows)
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1 - row_axis, layout=MATRIX) + block * PAGE
     if problem.tree:
-        return (key < segment.length) & _seen_in_tree(cta, segment, key - (segment.length - problem.tokens))
+        position = key - (segment.length - problem.tokens)
+        return (key < segment.length) & _seen_in_tree(cta, segment, position, row_axis)
     if not problem.causal or problem.tokens == 1:
         return key < segment.length
-    row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PAGE), 0, layout=MATRIX) + cta.row_block * ROWS
+    row = plgpu.broadcasted_iota(jnp.int32, shape, row_axis, layout=MATRIX) + cta.row_block * ROWS
     limit = segment.length - (problem.tokens - 1) + lax.div(row, jnp.int32(problem.heads))
     return key < jnp.minimum(limit, segment.length)
 
 
-def _seen_in_tree(cta: Work, segment: Segment, position: jax.Array) -> jax.Array:
-    """What the tree mask says of keys at these positions among the last S; those before are seen: [64, 64]."""
+def _seen_in_tree(cta: Work, segment: Segment, position: jax.Array, row_axis: int) -> jax.Array:
+    """What the tree mask says of keys at these positions among the last S; those before are seen."""
     seen = position < 0
+    rows = pl.ds(cta.row_block * ROWS, position.shape[row_axis])
     for word in range(cta.memory.tree.shape[1]):
-        rows = pl.ds(cta.row_block * ROWS, ROWS)
-        bits = plgpu.load(cta.memory.tree.at[segment.request, word, rows], layout=ROW, optimized=False)
+        bits = cta.memory.tree.at[segment.request, word, rows]
+        bits = plgpu.load(bits, layout=MATRIX.reduce(1 - row_axis), optimized=False)
         bit = position - WORD * word
         shift = lax.max(lax.min(bit, jnp.int32(WORD - 1)), jnp.int32(0))
-        is_set = (lax.shift_right_logical(lax.broadcast_in_dim(bits, shift.shape, [0]), shift) & 1) == 1
+        is_set = (lax.shift_right_logical(lax.broadcast_in_dim(bits, shift.shape, [row_axis]), shift) & 1) == 1
         seen |= (bit == shift) & is_set
     return seen
 
@@ -252,23 +255,25 @@ def nonzero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1.0, total)
 
 
-def store_lse(cta: Work, segment: Segment, softmax: Softmax, *, count: bool = True) -> None:
-    """Natural-log lse of a whole request; base 2 of a piece, which is counted if the caller does not do it later."""
-    r = segment.request
-    total = softmax.totals.sum(axis=1)
-    lse = jnp.where(total == 0, -jnp.inf, softmax.top + jnp.log2(nonzero(total)))
+def store_lse(cta: Work, segment: Segment, top: jax.Array, total: jax.Array, *, count: bool = True) -> None:
+    """Natural-log lse of a whole request; base 2 of a piece, which is counted if the caller does not do it later.
+
+    top, total: of 64 rows or of those that there are; a row's largest logit, and the sum of its exp2(logit - top).
+    """
+    r, rows = segment.request, top.shape[0]
+    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log2(nonzero(total)))
     whole = cta.pieces(r) == 1
 
     @pl.when(whole)
     def _() -> None:
         plgpu.wait_smem_to_gmem(0)  # the previous request's copy has left the stage
-        cta.lse_stage[...] = lse * (1 / LOG2E)
+        cta.lse_stage.at[pl.ds(0, rows)][...] = lse * (1 / LOG2E)
         plgpu.commit_smem()
         staged = cta.lse_stage.at[pl.ds(0, cta.problem.copied_rows)]
         plgpu.copy_smem_to_gmem(staged, cta.memory.lse.at[r, cta.rows])
 
     @pl.when(~whole)
     def _() -> None:
-        cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, ROWS)][...] = lse
+        cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)][...] = lse
         if count and not cta.emulate:
             count_up(cta.counter(r))

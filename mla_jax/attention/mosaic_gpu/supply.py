@@ -15,9 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
-from mla_jax.attention.mosaic_gpu.work import Ref, Side, Work
+from mla_jax.attention.mosaic_gpu.work import HalvesWork, Ref, Side, Work
 
-# Items before a request's first block are its queries: number -1, and -2, ... where they have several parts.
+# Items before a request's first block are its queries: number -1, and -2, ... where they have several parts; none where
+# the score role fetches them itself.
 
 
 class Upcoming(NamedTuple):
@@ -30,8 +31,11 @@ class Upcoming(NamedTuple):
 
     @classmethod
     def start(cls, cta: Work) -> "Upcoming":
-        """The queries of the first request."""
+        """The queries of the first request, or its first block where queries are no items."""
         request = cta.begin_req
+        if cta.problem.query_parts == 0:
+            before = cls(request, cta.begin_block - 1, cta.segment(cta.existing(request)).end, jnp.int32(0))
+            return before.after(cta)
         return cls(request, jnp.int32(-cta.problem.query_parts), cta.segment(cta.existing(request)).end, jnp.int32(0))
 
     def after(self, cta: Work) -> "Upcoming":
@@ -50,13 +54,13 @@ class Upcoming(NamedTuple):
         return Upcoming(request, block, segment.end, page)
 
 
-def fill(cta: Work, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
+def fill(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
     """Start loading this side's half of an item into a slot that nobody uses; returns the next item."""
     start_copy(cta, side, slot, item)
     return item.after(cta)
 
 
-def start_copy(cta: Work, side: Side, slot: jax.Array, item: Upcoming) -> None:
+def start_copy(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> None:
     """Start loading this side's half of an item into a slot that nobody uses."""
 
     def copy(source: Ref, rows: int) -> None:
@@ -83,7 +87,7 @@ def start_copy(cta: Work, side: Side, slot: jax.Array, item: Upcoming) -> None:
     one_warp(issue, emulate=cta.emulate)
 
 
-def fill_all(cta: Work, side: Side) -> Upcoming:
+def fill_all(cta: HalvesWork, side: Side) -> Upcoming:
     """Fill the empty ring; returns the first item that found no place."""
     slots = (cta.slots.left if side == Side.LEFT else cta.slots.right).shape[0]
     return lax.fori_loop(0, slots, lambda slot, item: fill(cta, side, slot, item), Upcoming.start(cta))

@@ -34,7 +34,7 @@ class Side(enum.IntEnum):
 class Global(NamedTuple):
     """Arrays in device memory. `rows` is S * H; a row of q is query token `row // H`, head `row % H`."""
 
-    q: Ref  # [B * query_parts, rows, 576]
+    q: Ref  # [B * max(query_parts, 1), rows, 576]
     cache: Ref  # [P, 64, 576]
     table: Ref  # [B, max_pages] int32
     lens: Ref  # [B] int32
@@ -64,10 +64,7 @@ class Work:
     problem: Problem
     emulate: bool
     memory: Global
-    slots: Slots
     row_vectors: Ref  # [2 n + 1, 64] float32 in shared memory
-    left_full: Ref  # barriers, by left slot: left half and rope part have arrived
-    right_full: Ref  # barriers, by right slot
     scored: dict[Side, Signal]  # the score role to a side: queries are taken, or probabilities are there
     part: jax.Array
     row_block: jax.Array
@@ -143,7 +140,16 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cta(Work):
+class HalvesWork(Work):
+    """Work on slots whose halves arrive, and are used, each by themselves."""
+
+    slots: Slots
+    left_full: Ref  # barriers, by left slot: left half and rope part have arrived
+    right_full: Ref  # barriers, by right slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Cta(HalvesWork):
     """What the roles of the 16-bit kernel share. Indices of signals and vectors are left slots where not said."""
 
     config: KernelConfig

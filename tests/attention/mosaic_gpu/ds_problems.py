@@ -50,7 +50,6 @@ def ds_arrays(problem, sizes="rows", *, power_of_two=False):
 
 
 SCALES_OF_ZEROS = (0.0, float(np.finfo(np.float32).tiny))  # by other writers; ours is 1
-OVERFLOW = "units of 2**-64 of a key and 2**-72 of a query overflow float32"
 
 
 def rope_only(arrays, scale, *, zero_queries):
