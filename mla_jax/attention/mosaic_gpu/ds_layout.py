@@ -12,6 +12,9 @@ SCALES_AT = LATENT  # byte of a row
 ROW_BYTES = LATENT + 4 * GROUPS + 2 * ROPE
 LINE = 256  # bytes of a line: a page is copied in lines, since no dim of a copy may be longer
 LINES = PAGE * ROW_BYTES // LINE
+# Bits of the float32 powers of two between which sizes count as what they are. Where queries and keys both have no
+# latent part, the product of their rope parts is divided by the smallest of both: it must not overflow.
+SMALLEST, LARGEST = (127 - 32) << 23, (127 + 64) << 23
 
 
 def split_rows(page: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE
-from mla_jax.attention.mosaic_gpu.ds_hardware import (
+from mla_jax.attention.mosaic_gpu.ds_keys import (
     FACTORS,
     OPERAND,
     KeyScales,

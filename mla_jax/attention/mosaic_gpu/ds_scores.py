@@ -11,21 +11,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.config import LOG2E
-from mla_jax.attention.mosaic_gpu.ds_hardware import (
-    KeyScales,
+from mla_jax.attention.mosaic_gpu.column_softmax import (
     add_totals,
     any_above,
-    clear_keys,
-    load_scales,
     no_totals,
     scale_totals,
-    store_probabilities_transposed,
-    store_scales,
+    store_probabilities_by_key,
     sum_totals,
-    take_queries,
 )
+from mla_jax.attention.mosaic_gpu.config import LOG2E
+from mla_jax.attention.mosaic_gpu.ds_keys import KeyScales, clear_keys, load_scales, store_scales
 from mla_jax.attention.mosaic_gpu.ds_products import key_products
+from mla_jax.attention.mosaic_gpu.ds_queries import take_queries
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import COLUMN
@@ -105,7 +102,7 @@ def _score_block(
     totals = lax.cond(exceeds != 0, lambda: _follow(cta, logits, totals, place.buffer), lambda: totals)
     top = plgpu.load(cta.top, layout=COLUMN, optimized=False)
     probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [1]))
-    store_probabilities_transposed(cta.probabilities.at[place.buffer], probabilities, emulate=emulate)
+    store_probabilities_by_key(cta.probabilities.at[place.buffer], probabilities, emulate=emulate)
     store_scales(cta.scales.at[place.buffer], scales, emulate=emulate)
     make_visible(emulate=emulate)
     for signal in cta.scored.values():
