@@ -1,5 +1,6 @@
 """The cases that one process compiles and times, here or in a process of its own."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -106,18 +107,19 @@ class Elsewhere:
 
 
 def _serve(connection: Any, wanted: Wanted) -> None:
-    """Answers an `Elsewhere`: cases with each that is ready, None with a round."""
+    """Answers an `Elsewhere`, while there is one: cases with each that is ready, None with a round."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says so
     threading.Thread(target=_end_with_parent, daemon=True).start()
     share = Here(wanted)
-    while True:
-        cases = connection.recv()
-        if cases is None:
-            connection.send(share.round())
-            continue
-        share.begin(cases)
-        for _, ready in share.ready():
-            connection.send(ready)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the other end is closed: all is done
+        while True:
+            cases = connection.recv()
+            if cases is None:
+                connection.send(share.round())
+                continue
+            share.begin(cases)
+            for _, ready in share.ready():
+                connection.send(ready)
 
 
 def _end_with_parent() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -228,15 +229,20 @@ def test_processors_of_this_machine() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_processes_and_a_case_that_fails(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_and_a_case_that_fails(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_jax.cli.bench._check_case", lambda *args, **kwargs: None)
     names = [SMALL, "fp8_b1_h2_s1_1k", SMALL]  # one of them twice, which shows how steady the machine is
     assert main(["bench", *names, "--rounds", "2", "--jobs", "2", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    workers = multiprocessing.active_children()  # those that have not ended yet
+    for worker in workers:
+        worker.join(30)
+    out, err = capfd.readouterr()
+    assert "Traceback" not in err and all(worker.exitcode == 0 for worker in workers)
+    rows = json.loads(out.splitlines()[-1])["rows"]
     assert [row["case"] for row in rows] == names and all(row["us"] > 0 and row["rounds"] == 2 for row in rows)
     with pytest.raises(SystemExit):
         main(["bench", SMALL, "fp8_b1_h2_s1_1k", "--rounds", "1", "--implementation", "zz", "--json"])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"]
     assert all("not known" in row["failed"] for row in rows)
 
 
