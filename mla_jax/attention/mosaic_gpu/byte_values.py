@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_work import BytesWork, Place
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import (
@@ -22,7 +23,6 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     rescale_columns,
     store_transposed,
 )
-from mla_jax.attention.mosaic_gpu.fp8_work import BytesWork, Place
 from mla_jax.attention.mosaic_gpu.scores import nonzero
 from mla_jax.attention.mosaic_gpu.supply import Upcoming
 from mla_jax.attention.mosaic_gpu.work import Ref, Side

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.byte_values import accumulate
+from mla_jax.attention.mosaic_gpu.byte_work import Span
 from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
 from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.ds_config import REDUCTION, DsConfig
@@ -27,7 +28,6 @@ from mla_jax.attention.mosaic_gpu.ds_values import DsValues
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta, DsQueries
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, PART
-from mla_jax.attention.mosaic_gpu.fp8_work import Span
 from mla_jax.attention.mosaic_gpu.hardware import TILED
 from mla_jax.attention.mosaic_gpu.persistent import (
     SCORE,

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.column_softmax import (
     add_totals,
     any_above,
@@ -26,7 +27,6 @@ from mla_jax.attention.mosaic_gpu.ds_queries import take_queries
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import COLUMN
-from mla_jax.attention.mosaic_gpu.fp8_work import Place
 from mla_jax.attention.mosaic_gpu.hardware import make_visible, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.scores import (
     HIDDEN,

@@ -8,9 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.ds_values_hardware import load_values, transposed
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
-from mla_jax.attention.mosaic_gpu.fp8_work import Place
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
 from mla_jax.attention.mosaic_gpu.supply import Upcoming
 from mla_jax.attention.mosaic_gpu.work import Side

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
-from mla_jax.attention.mosaic_gpu.fp8_work import BytesWork
+from mla_jax.attention.mosaic_gpu.byte_work import BytesWork
 from mla_jax.attention.mosaic_gpu.hardware import Signal
 from mla_jax.attention.mosaic_gpu.work import Ref
 

@@ -17,13 +17,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.byte_values import accumulate
+from mla_jax.attention.mosaic_gpu.byte_work import Span
 from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import Fp8Values
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries, Span
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
 from mla_jax.attention.mosaic_gpu.persistent import (
     SCORE,
     VALUES_LEFT,

@@ -10,10 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import clear_keys, copy_queries, store_probabilities
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta
 from mla_jax.attention.mosaic_gpu.hardware import make_visible
 from mla_jax.attention.mosaic_gpu.scores import (
     ROW,

@@ -6,8 +6,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.fp8_hardware import differs_from_one, load_values, transposed
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Place
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta
 from mla_jax.attention.mosaic_gpu.hardware import warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill_all, start_copy
 from mla_jax.attention.mosaic_gpu.work import Side

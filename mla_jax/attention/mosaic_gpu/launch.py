@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt8
 
 from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig
 from mla_jax.attention.mosaic_gpu.ds_launch import decode_ds_with, ds_config_for
@@ -19,7 +19,7 @@ from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
 
 def decode(
     q: Float[Array, "B S H 576"],
-    kv_cache: Float[Array, "P 64 576"],
+    kv_cache: Float[Array, "P 64 576"] | UInt8[Array, "P 64 656"],
     block_table: Int32[Array, "B max_pages"],
     kv_lens: Int32[Array, " B"],
     *,
