@@ -61,7 +61,11 @@ class Case:
     def parse(cls, name: str) -> "Case":
         """Raises ValueError for a name that is no case."""
         found = _NAME.fullmatch(name) if len(name) < LONGEST_NAME else None
-        if not found or (found["b"] is None) != (found["k"] is None) or "0" in (found["b"], found["k"]):
+        if (
+            not found
+            or (found["b"] is None) != (found["k"] is None)
+            or not (int(found["b"] or 1) and int(found["k"] or 1))
+        ):
             raise InputError(f"{name!r} is no case; write bf16_b128_h64_s1_4k, with ~ behind it for ragged lengths.")
         heads, tokens = int(found["h"]), int(found["s"])
         if heads < 1 or tokens < 1:

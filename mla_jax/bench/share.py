@@ -72,7 +72,8 @@ class Elsewhere:
     def __init__(self, wanted: Wanted):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        context.Process(target=_serve, args=(theirs, wanted), daemon=True).start()
+        with _interrupts_ignored():
+            context.Process(target=_serve, args=(theirs, wanted), daemon=True).start()
         theirs.close()  # so that reading fails when the process has ended
         self._cases: Mapping[int, Case] = {}
 
@@ -108,7 +109,6 @@ class Elsewhere:
 
 def _serve(connection: Any, wanted: Wanted) -> None:
     """Answers an `Elsewhere`, while there is one: cases with each that is ready, None with a round."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and says so
     threading.Thread(target=_end_with_parent, daemon=True).start()
     share = Here(wanted)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the other end is closed: all is done
@@ -120,6 +120,19 @@ def _serve(connection: Any, wanted: Wanted) -> None:
             share.begin(cases)
             for _, ready in share.ready():
                 connection.send(ready)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Processes that start here ignore them from their first moment: the parent gets them too, and says so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change that
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end_with_parent() -> None:

@@ -1,6 +1,7 @@
 """`python -m mla_jax bench`: device time of `mla_decode` on named cases, beside the machine's limits and FlashMLA."""
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -93,11 +94,26 @@ def _run(cases: list[Case], wanted: Wanted, args: argparse.Namespace) -> dict[st
         if len(cases) == 1 and "skipped" in (report["rows"] or [{}])[0]:
             raise NotImplementedError(report["rows"][0]["skipped"])
         if args.output is not None:
-            Path(args.output).write_text(json.dumps(report, indent=1) + "\n")
+            _write(Path(args.output), json.dumps(report, indent=1) + "\n")
         _log(what)
     for row in report["rows"]:
         _log(_line(row))
     return report
+
+
+def _write(file: Path, text: str) -> None:
+    """All of it or nothing, so that whoever reads it meanwhile, or after a crash, finds a report."""
+    beside = file.with_name(f".{file.name}.new")
+    try:
+        if file.exists() and not file.is_file():  # a device or a pipe
+            file.write_text(text)
+            return
+        beside.write_text(text)
+        beside.replace(file)
+    except OSError as error:  # what is measured is worth more than the file
+        print(f"warning: --output: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def _memory_budget() -> float:
@@ -114,8 +130,10 @@ def _log(line: str) -> None:
 
 def _check_case(case: Case, implementation: str | None, *, alone: bool) -> None:
     """Raises what `run_case` would, before the machine's limits are measured."""
-    if jax.default_backend() == "cpu" and case.read_bytes > physical_memory() / 4:
-        raise InputError(f"{case.name} takes {case.read_bytes / 2**30:.0f} GiB of cache, too much for this machine.")
+    if case.held_bytes > 2 * _memory_budget():
+        raise InputError(
+            f"{case.name} takes {case.held_bytes / 2**30:.0f} GiB with its queries, too much for this machine."
+        )
     try:
         case.implementation(implementation)
     except NotImplementedError:

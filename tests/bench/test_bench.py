@@ -263,6 +263,8 @@ def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
         (["what"], "no case"),
         (["bf16_b1_h64_s1_99999999k"], "larger than any GPU"),
         (["bf16_b128_h64_s1_16000k"], "too much for this machine"),
+        ([SMALL, "bf16_b1024_h1024_s1024_1k"], "with its queries, too much"),
+        (["bf16_b00_h16_s1_1k"], "no case"),
         ([SMALL, "--implementation", "zz"], "'zz' is not known"),
         ([SMALL, "--rounds", "1", "--output", "/no/x"], "/no/x"),
         (["--jobs", "0", SMALL], "--jobs"),
@@ -281,6 +283,15 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
     assert main(["bench", *argv]) == 2
     message = capsys.readouterr().err
     assert sentence in message and message.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / ".rows.json.new").mkdir()  # where the file is made before it gets its name
+    (tmp_path / "rows.json").write_text("before")
+    assert main(["bench", SMALL, "--rounds", "1", "--json", "--output", str(tmp_path / "rows.json")]) == 0
+    out, err = capsys.readouterr()
+    assert "warning: --output" in err and json.loads(out.splitlines()[-1])["rows"][0]["us"] > 0
+    assert (tmp_path / "rows.json").read_text() == "before"
 
 
 @needs_proc

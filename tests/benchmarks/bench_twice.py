@@ -23,6 +23,9 @@ class Measured(NamedTuple):
 
 
 def main() -> int:
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
+        return 0
     reports = [_run(sys.argv[1:]) for _ in range(2)]
     first, second = (dict(_measured(report)) for report in reports)
     others = [report["others_percent"] or 0.0 for report in reports]
@@ -30,8 +33,10 @@ def main() -> int:
     if abs(others[0] - others[1]) > COMPANY:
         print("So the two runs did not see the same machine: try again when others leave it alone.")
     print(f"{'':<34}{'first':>10}{'least … most':>22}{'second':>10}{'least … most':>22}{'differ':>9}")
-    bad = [name for name in first if not _compare(name, first[name], second[name])]
-    print(f"{len(first) - len(bad)} of {len(first)} agree" + (f"; not: {', '.join(bad)}" if bad else ""))
+    both = [name for name in first if name in second]
+    bad = [name for name in both if not _compare(name, first[name], second[name])]
+    bad += [f"{name} (not timed in both)" for name in first.keys() ^ second.keys()]
+    print(f"{len(both)} compared" + (f"; these do not agree: {'; '.join(bad)}" if bad else ", all agree"))
     return 1 if bad else 0
 
 
@@ -47,8 +52,10 @@ def _compare(name: str, a: Measured, b: Measured) -> bool:
 
 def _run(arguments: list[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "mla_jax", "bench", "--json", *arguments]
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
-    return json.loads(out.splitlines()[-1])
+    lines = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    if not lines:
+        sys.exit("bench measured nothing; it said why above")
+    return json.loads(lines[-1])  # also if some case failed
 
 
 def _measured(report: dict[str, Any]) -> Iterator[tuple[str, Measured]]:
