@@ -41,7 +41,10 @@ print(f"{len(kv_lens)} requests, {sum(kv_lens):,} tokens, {parts} parts")
 
 # %%
 blocks = [-(-n // PAGE_SIZE) for n in kv_lens]
-whole = tuple(Piece(part=r, request=r, first_block=0, end_block=n, split=0, num_splits=1) for r, n in enumerate(blocks))
+whole = tuple(
+    Piece(part=r, request=r, first_block=0, end_block=n, split=0, num_splits=1, cost=n + REQUEST_OVERHEAD)
+    for r, n in enumerate(blocks)
+)
 before = Explanation(tuple(kv_lens), parts, whole)
 after = explain(kv_lens, parts)
 
