@@ -33,7 +33,7 @@ class Wanted:
     implementation: str | Sequence[str] | None = None
     peer: bool = False
     settings: tuple[str, ...] = ()
-    rounds: int = 9
+    rounds: int = 15
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--implementation", metavar="NAME", help="of mla_decode; default: the fastest that can run")
     parser.add_argument("--against", choices=("flash_mla",), help="time this beside it, in the same process")
     parser.add_argument(
-        "--rounds", type=int, default=9, metavar="N", help="measurements of each case, taken in turns; default 9"
+        "--rounds", type=int, default=15, metavar="N", help="measurements of each case, taken in turns; default 15"
     )
     parser.add_argument(
         "--jobs",
