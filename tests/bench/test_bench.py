@@ -96,7 +96,7 @@ def test_two_runs_on_a_machine_that_drifts_differ_by_less_than_their_spread(monk
     cases = [Case.parse(f"fp32_b1_h{heads}_s1_1k") for heads in (8, 16, 32, 64)]
     runs = []
     for _ in range(6):
-        list(run_cases(results := Results(cases), Wanted(), 1, budget=1e12))
+        list(run_cases(results := Results(cases), Wanted(rounds=9), 1, budget=1e12))
         runs.append(results.rows())
         clock.now += swing / 5.3
     for row in (row for rows in runs for row in rows):
