@@ -29,7 +29,7 @@ class Span(NamedTuple):
 class BytesWork(Work):
     """Work of the kernels for FP8 caches. Indices of signals and vectors are buffers of probabilities."""
 
-    config: Any  # with the number of `slots`
+    config: Any  # with the number of `slots`, and of registers
     probabilities: Ref  # [BUFFERS, 4, copied_rows, 16] float16: 16 keys each
     buffer_free: Signal  # both sides to the score role: this buffer has been used
     span: Span

@@ -14,12 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.byte_values import accumulate
+from mla_jax.attention.mosaic_gpu.byte_roles import run_roles
 from mla_jax.attention.mosaic_gpu.byte_work import Span
-from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
 from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.ds_config import REDUCTION, DsConfig
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUPS, LINE, LINES
@@ -30,13 +28,9 @@ from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, PART
 from mla_jax.attention.mosaic_gpu.hardware import TILED
 from mla_jax.attention.mosaic_gpu.persistent import (
-    SCORE,
-    VALUES_LEFT,
-    VALUES_RIGHT,
     Signals,
     barriers,
     run_persistent,
-    set_registers,
 )
 from mla_jax.attention.mosaic_gpu.work import Global, Side
 from mla_jax.schedule import TileSchedule
@@ -107,19 +101,4 @@ def _cta_body(problem: Problem, config: DsConfig, emulate: bool, memory: Global,
         full=full,
         **{name: scratch[name] for name in ("scales", "top", "differs")},
     )
-    role = lax.axis_index("role")
-
-    @pl.when(role == SCORE)
-    def _() -> None:
-        set_registers(config.score_registers)
-        score(cta)
-        announce_pieces(cta)
-
-    @pl.when(role != SCORE)
-    def _() -> None:
-        set_registers(config.value_registers)
-        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT, DsValues(cta, Side.LEFT)))
-        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT, DsValues(cta, Side.RIGHT)))
-        announce_pieces(cta)
-        if not emulate:
-            merge(cta, role - VALUES_LEFT, workers=2)
+    run_roles(cta, score, DsValues)

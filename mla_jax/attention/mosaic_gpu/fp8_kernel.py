@@ -13,12 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.byte_values import accumulate
+from mla_jax.attention.mosaic_gpu.byte_roles import run_roles
 from mla_jax.attention.mosaic_gpu.byte_work import Span
-from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
@@ -26,13 +24,9 @@ from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import Fp8Values
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
 from mla_jax.attention.mosaic_gpu.persistent import (
-    SCORE,
-    VALUES_LEFT,
-    VALUES_RIGHT,
     Signals,
     barriers,
     run_persistent,
-    set_registers,
 )
 from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
 from mla_jax.schedule import TileSchedule
@@ -114,19 +108,4 @@ def _cta_body(
         part=part,
         row_block=lax.axis_index("row_block"),
     )
-    role = lax.axis_index("role")
-
-    @pl.when(role == SCORE)
-    def _() -> None:
-        set_registers(config.score_registers)
-        score(cta)
-        announce_pieces(cta)
-
-    @pl.when(role != SCORE)
-    def _() -> None:
-        set_registers(config.value_registers)
-        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT, Fp8Values(cta, Side.LEFT)))
-        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT, Fp8Values(cta, Side.RIGHT)))
-        announce_pieces(cta)
-        if not emulate:
-            merge(cta, role - VALUES_LEFT, workers=2)
+    run_roles(cta, score, Fp8Values)
