@@ -28,8 +28,7 @@ from mla_jax.attention.mosaic_gpu.ptx import (
     unpack,
     warp_and_lane,
 )
-
-ROW = LAYOUT.reduce(1)  # one value per key
+from mla_jax.attention.mosaic_gpu.scores import ROW
 
 
 def any_above(matrix: jax.Array, top: Ref, slack: float, barrier: int, *, emulate: bool) -> jax.Array:

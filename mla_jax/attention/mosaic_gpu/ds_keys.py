@@ -18,7 +18,6 @@ from jaxlib.mlir.dialects import arith, scf, vector
 
 from mla_jax.attention.mosaic_gpu.config import PAGE, ROPE, WARPGROUP
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUP, GROUPS, LARGEST, ROW_BYTES, SCALES_AT, SMALLEST, split_rows
-from mla_jax.attention.mosaic_gpu.fp8_hardware import LAYOUT
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
 from mla_jax.attention.mosaic_gpu.ptx import (
     at_byte,
@@ -32,8 +31,8 @@ from mla_jax.attention.mosaic_gpu.ptx import (
     unpack,
     warp_and_lane,
 )
+from mla_jax.attention.mosaic_gpu.scores import ROW
 
-ROW = LAYOUT.reduce(1)  # one value per key
 OPERAND = 64  # dims of keys in registers at a time
 SCALE_SIZE = 6  # binary exponent of a key's largest scale / unit: 448 times 2**7 fits float16, and so does 2**-14
 FACTORS = 2 * GROUPS + 2  # words of a thread, for its two keys

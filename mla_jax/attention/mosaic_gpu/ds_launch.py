@@ -5,22 +5,19 @@ from typing import Any
 
 import jax
 
-from mla_jax.attention.mosaic_gpu.config import ROWS, SHARED_MEMORY, padded_rows
+from mla_jax.attention.mosaic_gpu.config import ROWS, padded_rows
 from mla_jax.attention.mosaic_gpu.ds_config import DsConfig, shared_memory
 from mla_jax.attention.mosaic_gpu.ds_kernel import run_ds_kernel
 from mla_jax.attention.mosaic_gpu.ds_layout import LINE, LINES
-from mla_jax.attention.mosaic_gpu.packing import describe, pack, tree_words, unpack
+from mla_jax.attention.mosaic_gpu.fp8_config import chosen_for
+from mla_jax.attention.mosaic_gpu.packing import describe, kernel_inputs, pack, unpack
 from mla_jax.schedule import TileSchedule
-
-FEW_ROWS = 32  # accumulators for so many leave registers to the score role
 
 
 def ds_config_for(q: jax.ShapeDtypeStruct | jax.Array) -> DsConfig:
     """The configuration for calls with queries of this shape: as many slots as there is room for."""
     rows = min(ROWS, padded_rows(q.shape[1] * q.shape[2]))
-    registers: dict[str, Any] = {"score_registers": 184, "value_registers": 160} if rows <= FEW_ROWS else {}
-    fits = [n for n in range(2, 6) if shared_memory(n, rows) <= SHARED_MEMORY]
-    return DsConfig(slots=fits[-1], **registers)
+    return DsConfig(**chosen_for(rows, lambda slots: shared_memory(slots, rows)))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "causal", "interpret"))
@@ -40,15 +37,7 @@ def decode_ds_with(
     """The kernel with a configuration and without checks; `interpret` is for tests without a GPU."""
     packed = pack(q)
     problem = describe(q, packed.shape[1], schedule, tree_mask, dtype=q.dtype, causal=causal, query_parts=0)
-    inputs = (
-        packed,
-        kv_cache.reshape(-1, LINES, LINE),
-        block_table,
-        kv_lens,
-        schedule.metadata,
-        schedule.num_splits,
-        logit_scale,
-        tree_words(tree_mask, problem),
-    )
+    arrays = (packed, kv_cache.reshape(-1, LINES, LINE), block_table, kv_lens, logit_scale)
+    inputs = kernel_inputs(*arrays, tree_mask, schedule, problem)
     out, lse = run_ds_kernel(problem, config, inputs, schedule, interpret=interpret)
     return unpack(out, lse, problem)

@@ -53,7 +53,7 @@ def take_queries(source: Ref, latent: Ref, rope: Ref, factor: Ref, scale: jax.Ar
             some = [arith.addi(loop.induction_variable, i32(4 * i)) for i in range(at_once)]
             loaded = [_load_query(bases[0], row, lane) for row in some]
             for row, words in zip(some, loaded, strict=True):
-                _store_query(bases[1:], row, lane, words, scale.registers.item(), rows)
+                _store_query(bases[1:], row, lane, words, scale.registers.item())
             scf.yield_([])
 
     take(source, latent, rope, factor, scale)
@@ -72,7 +72,7 @@ def _load_query(base: Any, row: Any, lane: Any) -> list[Any]:
     return [*found, ptx("ld.global.b32 $0, [$1 + 1024];", at_byte(line, times(lane, 4)), result_types=int32())]
 
 
-def _store_query(bases: list[Any], row: Any, lane: Any, words: list[Any], scale: Any, rows: int) -> None:
+def _store_query(bases: list[Any], row: Any, lane: Any, words: list[Any], scale: Any) -> None:
     latent, rope, factor = bases
     largest = "and.b32 m, $2, 0x7fff7fff;" + "".join(
         f"and.b32 t, ${2 + i}, 0x7fff7fff; max.u16x2 m, m, t;" for i in range(1, 8)

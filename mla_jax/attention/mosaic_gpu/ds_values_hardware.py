@@ -4,16 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUP, ROW_BYTES, split_rows
-from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, LAYOUT, WORDS
+from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, LAYOUT, WORDS, operand_of
 from mla_jax.attention.mosaic_gpu.hardware import Ref
 from mla_jax.attention.mosaic_gpu.ptx import (
     at_byte,
@@ -74,18 +71,12 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(opaque(WORDS + 2).layout,), return_type=result)
     def widen(ctx: Any, loaded: Any) -> Any:
         found = unpack(loaded)
-        pair_of = ir.VectorType.get((2,), ir.F16Type.get())
-        registers = np.empty((HALF // 64, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for eight in range(KEYS_AT_ONCE // 8):
-            numbers = _widen_eight_dims(found[4 * eight : 4 * eight + 4], found[WORDS + eight])
-            for dim, number in enumerate(numbers):
-                registers[dim // 2, eight, 0, 0, dim % 2, 0, 0, 0, 0] = mgpu_utils.bitcast(number, pair_of)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return operand_of(lambda eight: _widen_eight_keys(found[4 * eight : 4 * eight + 4], found[WORDS + eight]))
 
     return widen(loaded)
 
 
-def _widen_eight_dims(words: list[Any], factor: Any) -> Any:
+def _widen_eight_keys(words: list[Any], factor: Any) -> Any:
     """For each of 8 dims, this thread's two neighbouring keys: 2 float16."""
     pairs = "".join(
         f"prmt.b32 p, ${8 + word}, ${10 + word}, {order}; mov.b32 {{h0, h1}}, p;"

@@ -1,10 +1,12 @@
 """Static choices of the Hopper decode kernel for FP8 caches, and the budgets they must fit."""
 
 import dataclasses
+from collections.abc import Callable
 
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, REGISTERS, ROPE, ROWS, SHARED_MEMORY
 
 BUFFERS = 2  # of probabilities, in turn
+FEW_ROWS = 32  # accumulators for so many leave registers to the score role
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Fp8Config:
                 f"{self.slots=} needs {used} bytes of shared memory, a CTA has {SHARED_MEMORY}: lower slots"
             )
         check_registers(self.score_registers, self.value_registers)
+
+
+def chosen_for(rows: int, shared_memory: Callable[[int], int]) -> dict[str, int]:
+    """Fields for so many query rows per CTA: as many slots as there is room for, registers as roles need them."""
+    fits = [slots for slots in range(2, 6) if shared_memory(slots) <= SHARED_MEMORY]
+    few = {"score_registers": 184, "value_registers": 160} if rows <= FEW_ROWS else {}
+    return {"slots": fits[-1]} | few
 
 
 def check_registers(score_registers: int, value_registers: int) -> None:

@@ -1,6 +1,7 @@
 """Instructions without a name in Pallas that FP8 needs: values transposed on their way to registers, results back."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROWS, WARPGROUP
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
-from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, opaque, pack, position, times, two, unpack
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, opaque, pack, position, ptx, times, two, unpack
 
 # How e4m3 operands of a WGMMA lie in shared memory. Tiles of 64 bytes, because those of 128 do not divide 576.
 BYTES: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))  # type: ignore[abstract]
@@ -38,16 +39,14 @@ def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=opaque(WORDS))
     def load(ctx: Any, values: Any) -> Any:
         first, second = _addresses(mgpu_utils.memref_ptr(values))
-        i32_ = ir.IntegerType.get_signless(32)
         words: list[Any] = []
         for keys in range(KEYS_AT_ONCE // 8):
             offset = (part * KEYS_AT_ONCE // 8 + keys) * ROW_TILE
-            words += mgpu_utils.inline_ptx(
+            words += ptx(
                 f"ld.shared.v2.b32 {{$0, $1}}, [$4 + {offset}]; ld.shared.v2.b32 {{$2, $3}}, [$5 + {offset}];",
                 first,
                 second,
-                result_types=[i32_] * 4,
-                has_side_effects=True,
+                result_types=[int32()] * 4,
             )
         return pack(words)
 
@@ -68,13 +67,19 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
     def widen(ctx: Any, loaded: Any) -> Any:
         words = unpack(loaded)
         orders = _byte_orders()
-        registers = np.empty((HALF // ROWS, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
-        for keys in range(KEYS_AT_ONCE // 8):
-            for dim, register in enumerate(_widen_eight_keys(words[4 * keys : 4 * keys + 4], orders)):
-                registers[dim // 2, keys, 0, 0, dim % 2, 0, 0, 0, 0] = register
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        return operand_of(lambda eight: _widen_eight_keys(words[4 * eight : 4 * eight + 4], orders))
 
     return widen(loaded)
+
+
+def operand_of(widen: Callable[[int], list[Any]]) -> Any:
+    """Vᵀ of 16 keys from what `widen(eight)` makes of 8 of them: for each of a thread's dims, 2 float16 in a word."""
+    pair_of = ir.VectorType.get((2,), ir.F16Type.get())
+    registers = np.empty((HALF // ROWS, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    for eight in range(KEYS_AT_ONCE // 8):
+        for dim, word in enumerate(widen(eight)):
+            registers[dim // 2, eight, 0, 0, dim % 2, 0, 0, 0, 0] = mgpu_utils.bitcast(word, pair_of)
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
 def _swapped() -> Any:
@@ -102,22 +107,19 @@ def _byte_orders() -> list[Any]:
 
 
 def _widen_eight_keys(words: list[Any], orders: list[Any]) -> list[Any]:
-    """For each of 8 dims, this thread's two neighbouring keys among 8: vectors of 2 float16."""
+    """For each of 8 dims, this thread's two neighbouring keys among 8: 2 float16."""
     pairs = "".join(
         f"prmt.b32 p, ${DIMS + word}, ${DIMS + 2 + word}, ${DIMS + 4 + half}; mov.b32 {{h0, h1}}, p;"
         + f"cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half}, h0; cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half + 1}, h1;"
         for word in range(2)
         for half in range(2)
     )
-    found = mgpu_utils.inline_ptx(
+    return ptx(
         "{ .reg .b32 p; .reg .b16 h<2>;" + pairs + "}",
         *words,
         *orders,
-        result_types=[ir.IntegerType.get_signless(32)] * DIMS,
-        has_side_effects=True,
+        result_types=[int32()] * DIMS,
     )
-    two = ir.VectorType.get((2,), ir.F16Type.get())
-    return [mgpu_utils.bitcast(x, two) for x in found]
 
 
 def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
@@ -152,14 +154,14 @@ def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
 def _store_dims(address: Any, offset: int, numbers: list[Any], itemsize: int) -> None:
     """Eight float32 numbers to global memory, as they are or in bfloat16."""
     if itemsize == 4:
-        ptx = (
+        code = (
             f"st.global.v4.f32 [$8 + {offset}], {{$0, $1, $2, $3}};"
             f"st.global.v4.f32 [$8 + {offset + 16}], {{$4, $5, $6, $7}};"
         )
     else:
-        pack = "".join(f"cvt.rn.bf16x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
-        ptx = "{ .reg .b32 w<4>;" + pack + f"st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}"
-    mgpu_utils.inline_ptx(ptx, *numbers, address, has_side_effects=True)
+        narrow = "".join(f"cvt.rn.bf16x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
+        code = "{ .reg .b32 w<4>;" + narrow + f"st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}"
+    ptx(code, *numbers, address)
 
 
 def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: bool) -> None:
@@ -185,11 +187,10 @@ def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: b
                     register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
                     numbers = two(register)
                     offset = (columns // 2) * rows * 32 + below * 8 * 32
-                    mgpu_utils.inline_ptx(
+                    ptx(
                         f"{{ .reg .b32 w; cvt.rn.f16x2.f32 w, $1, $0; st.shared.b32 [$2 + {offset}], w; }}",
                         *numbers,
                         chunks[columns % 2],
-                        has_side_effects=True,
                     )
                 scf.yield_([])
 
@@ -211,13 +212,11 @@ def differs_from_one(factor: Ref, *, emulate: bool) -> jax.Array:
         for first in range(0, count, 32):
             index = arith.addi(arith.remui(lane, i32(min(32, count - first))), i32(first))
             address = at_byte(mgpu_utils.memref_ptr(factor), times(index, 4))
-            number = mgpu_utils.inline_ptx(
-                "ld.shared.f32 $0, [$1];", address, result_types=ir.F32Type.get(), has_side_effects=True
-            )
+            number = ptx("ld.shared.f32 $0, [$1];", address, result_types=ir.F32Type.get())
             one = mgpu_utils.c(1.0, ir.F32Type.get())
             differs = arith.ori(differs, arith.cmpf(arith.CmpFPredicate.UNE, number, one))
         differs = nvvm.vote_sync(i32(0xFFFFFFFF), differs, "any")
-        flag = arith.extui(ir.IntegerType.get_signless(32), differs)
+        flag = arith.extui(int32(), differs)
         return mgpu.FragmentedArray.splat(flag, (), is_signed=True)
 
     return look(factor)
@@ -236,10 +235,9 @@ def rescale_columns(matrix: jax.Array, factor: Ref, differs: jax.Array, *, emula
         with ir.InsertionPoint(branch.then_block):
             _, _, pair = position()
             base = at_byte(mgpu_utils.memref_ptr(factor), times(pair, 8))
-            two = ir.VectorType.get((2,), ir.F32Type.get())
             products = matrix.registers.copy()
             for columns in range(matrix.shape[1] // 8):
-                factors = _load_two(base, 32 * columns, two)
+                factors = _load_two(base, 32 * columns)
                 for at in np.ndindex(*(n for i, n in enumerate(products.shape) if i != 1)):
                     where = (at[0], columns, *at[1:])
                     products[where] = arith.mulf(products[where], factors)
@@ -252,12 +250,10 @@ def rescale_columns(matrix: jax.Array, factor: Ref, differs: jax.Array, *, emula
     return multiply(matrix, factor, differs)
 
 
-def _load_two(base: Any, offset: int, two: Any) -> Any:
+def _load_two(base: Any, offset: int) -> Any:
     f32 = ir.F32Type.get()
-    found = mgpu_utils.inline_ptx(
-        f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];", base, result_types=[f32, f32], has_side_effects=True
-    )
-    return vector.from_elements(two, list(found))
+    found = ptx(f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {offset}];", base, result_types=[f32, f32])
+    return vector.from_elements(ir.VectorType.get((2,), f32), list(found))
 
 
 def copy_queries(source: Ref, target: Ref, negative: jax.Array, *, emulate: bool) -> None:
@@ -274,13 +270,12 @@ def copy_queries(source: Ref, target: Ref, negative: jax.Array, *, emulate: bool
         addresses = [at_byte(mgpu_utils.memref_ptr(ref), first) for ref in (source, target)]
         for offset in range(0, size, 16 * WARPGROUP):
             flip = "".join(f"xor.b32 w{i}, w{i}, $2;" for i in range(4))
-            mgpu_utils.inline_ptx(
+            ptx(
                 f"{{ .reg .b32 w<4>; ld.shared.v4.b32 {{w0, w1, w2, w3}}, [$0 + {offset}];"
                 + flip
                 + f"st.shared.v4.b32 [$1 + {offset}], {{w0, w1, w2, w3}}; }}",
                 *addresses,
                 sign.registers.item(),
-                has_side_effects=True,
             )
 
     copy(source, target, jnp.where(negative, jnp.int32(-0x7F7F7F80), 0))
@@ -306,7 +301,7 @@ def clear_keys(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
             key = loop.induction_variable
             line = arith.addi(times(arith.divui(key, i32(8)), ROW_TILE), times(arith.remui(key, i32(8)), LINE))
             address = at_byte(mgpu_utils.memref_ptr(tile), arith.addi(column, line))
-            mgpu_utils.inline_ptx("st.shared.v4.b32 [$0], {0, 0, 0, 0};", address, has_side_effects=True)
+            ptx("st.shared.v4.b32 [$0], {0, 0, 0, 0};", address)
             scf.yield_([])
 
     clear(tile, first)

@@ -6,25 +6,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, SHARED_MEMORY, padded_rows
-from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config, shared_memory
+from mla_jax.attention.mosaic_gpu.config import DIM, ROWS, padded_rows
+from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config, chosen_for, shared_memory
 from mla_jax.attention.mosaic_gpu.fp8_kernel import run_fp8_kernel
-from mla_jax.attention.mosaic_gpu.packing import describe, pack, tree_words, unpack
+from mla_jax.attention.mosaic_gpu.packing import describe, kernel_inputs, pack, unpack
 from mla_jax.attention.operands import out_dtype
 from mla_jax.schedule import TileSchedule
 
 LARGEST = 6  # binary exponent of a row's largest number: reduce_precision's 4 bits of exponent end at 240
-
-FEW_ROWS = 32  # accumulators for so many leave registers to the score role
 
 
 def fp8_config_for(q: jax.ShapeDtypeStruct | jax.Array) -> Fp8Config:
     """The configuration for calls with queries of this shape and dtype: as many slots as there is room for."""
     rows = min(ROWS, padded_rows(q.shape[1] * q.shape[2]))
     parts = 1 if q.dtype == jnp.float8_e4m3fn else 2
-    registers: dict[str, Any] = {"score_registers": 184, "value_registers": 160} if rows <= FEW_ROWS else {}
-    fits = [n for n in range(2, 6) if shared_memory(n, parts, rows) <= SHARED_MEMORY]
-    return Fp8Config(query_parts=parts, slots=fits[-1], **registers)
+    return Fp8Config(query_parts=parts, **chosen_for(rows, lambda slots: shared_memory(slots, parts, rows)))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "causal", "interpret"))
@@ -49,16 +45,8 @@ def decode_fp8_with(
     problem = describe(q, rows, schedule, tree_mask, **made)
     parts, scale = split_queries(packed)
     scale = jnp.pad(scale, ((0, 0), (0, problem.row_blocks * ROWS - rows)))
-    inputs = (
-        parts.reshape(-1, rows, DIM),
-        kv_cache,
-        block_table,
-        kv_lens,
-        schedule.metadata,
-        schedule.num_splits,
-        logit_scale,
-        tree_words(tree_mask, problem),
-    )
+    arrays = (parts.reshape(-1, rows, DIM), kv_cache, block_table, kv_lens, logit_scale)
+    inputs = kernel_inputs(*arrays, tree_mask, schedule, problem)
     out, lse = run_fp8_kernel(problem, config, scale, value_scale, inputs, schedule, interpret=interpret)
     return unpack(out, lse, problem)
 

@@ -11,7 +11,7 @@ from mla_jax.attention.mosaic_gpu.config import ROWS, KernelConfig
 from mla_jax.attention.mosaic_gpu.ds_launch import decode_ds_with, ds_config_for
 from mla_jax.attention.mosaic_gpu.fp8_launch import decode_fp8_with, fp8_config_for
 from mla_jax.attention.mosaic_gpu.kernel import run_kernel
-from mla_jax.attention.mosaic_gpu.packing import describe, pack, tree_words, unpack
+from mla_jax.attention.mosaic_gpu.packing import describe, kernel_inputs, pack, unpack
 from mla_jax.attention.mosaic_gpu.requirements import num_sms
 from mla_jax.errors import InputError
 from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
@@ -110,15 +110,7 @@ def decode_with(
     """`decode` with a configuration and without checks; `interpret` is for tests without a GPU."""
     packed = pack(q)
     problem = describe(q, packed.shape[1], schedule, tree_mask, dtype=q.dtype, causal=causal)
-    inputs = (
-        packed,
-        kv_cache,
-        block_table,
-        kv_lens,
-        schedule.metadata,
-        schedule.num_splits,
-        scale,
-        tree_words(tree_mask, problem),
-    )
+    arrays = (packed, kv_cache, block_table, kv_lens, scale)
+    inputs = kernel_inputs(*arrays, tree_mask, schedule, problem)
     out, lse = run_kernel(problem, config, inputs, schedule, interpret=interpret)
     return unpack(out, lse, problem)

@@ -67,3 +67,18 @@ def tree_words(tree_mask: Bool[Array, "B S S"] | None, problem: Problem) -> Int3
     words = jnp.sum(jnp.where(seen, bits, jnp.uint32(0)), axis=-1, dtype=jnp.uint32).swapaxes(1, 2)
     words = jnp.repeat(jax.lax.bitcast_convert_type(words, jnp.int32), problem.heads, axis=2)
     return jnp.pad(words, ((0, 0), (0, 0), (0, problem.row_blocks * ROWS - words.shape[2])))
+
+
+def kernel_inputs(
+    q: Array,
+    kv_cache: Array,
+    block_table: Array,
+    kv_lens: Array,
+    scale: Array,
+    tree_mask: Bool[Array, "B S S"] | None,
+    schedule: TileSchedule,
+    problem: Problem,
+) -> tuple[Array, ...]:
+    """The first eight fields of `work.Global`."""
+    parts = (schedule.metadata, schedule.num_splits)
+    return (q, kv_cache, block_table, kv_lens, *parts, scale, tree_words(tree_mask, problem))
