@@ -2,6 +2,7 @@
 
 from mla_jax.attention.api import mla_decode
 from mla_jax.attention.merge import merge_states
+from mla_jax.attention.queries import quantize_queries
 from mla_jax.cache.codec import dequantize_kv, quantize_kv
 from mla_jax.cache.formats import FORMATS, PAGE_SIZE, KVFormat, kv_format
 from mla_jax.cache.paged import PagedKVCache
@@ -44,6 +45,7 @@ __all__ = [
     "mla_decode",
     "num_sm_parts",
     "quantize_kv",
+    "quantize_queries",
     "save_checkpoint",
     "split_kv_b_proj",
     "tile_schedule",

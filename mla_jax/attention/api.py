@@ -14,22 +14,22 @@ from jaxtyping import Array, Bool, Float, Int
 from mla_jax.attention import flash_mla, reference, xla
 from mla_jax.attention.mosaic_gpu import requirements
 from mla_jax.attention.operands import FP8_DTYPES, out_dtype
+from mla_jax.attention.queries import DTYPES
 from mla_jax.attention.tree import without_mask
 from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, PAGE_SIZE
 from mla_jax.errors import InputError
 from mla_jax.schedule import TileSchedule
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class Implementation:
     """One way to compute `mla_decode`.
 
-    `cannot_run(q, kv_cache, d_v=…, tree_mask=…)` says in one sentence why this machine, or such a call, is out of
-    reach; None means it can run. Called with no arrays it speaks of the machine alone. `schedule(q, kv_lens)` makes
-    what `decode` takes as `schedule`; None for an implementation that takes none. With `host_scale`, `decode` gets
-    `logit_scale` as a number where it is known on the host, else as an array.
+    `cannot_run(q, kv_cache, d_v=…, tree_mask=…, row_scales=…)` says in one sentence why this machine, or such a call,
+    is out of reach; None means it can run. Called with no arrays it speaks of the machine alone. `schedule(q, kv_lens)`
+    makes what `decode` takes as `schedule`; None for an implementation that takes none. `decode` gets `logit_scale` as
+    an array, `[]` or, where `row_scales` may be, `[B, S, H]`; with `host_scale` as a number where it is known on the
+    host.
     """
 
     name: str
@@ -88,7 +88,7 @@ def mla_decode(
     sm_scale: float | Float[Array, ""] | None = None,
     causal: bool = True,
     tree_mask: Bool[Array, "B S S"] | None = None,
-    q_scale: float | Float[Array, ""] | None = None,
+    q_scale: float | Float[Array, ""] | Float[Array, "B S H"] | None = None,
     kv_scale: float | Float[Array, ""] | None = None,
     schedule: TileSchedule | None = None,
     implementation: str | Sequence[str] | None = None,
@@ -113,7 +113,8 @@ def mla_decode(
         causal: bottom-right: query j sees key t iff t ≤ kv_lens − S + j. Otherwise all t < kv_lens.
         tree_mask: bool `[B, S, S]`, replaces causal among the last S keys: query j sees key kv_lens − S + i iff
             tree_mask[b, j, i]; earlier keys are all seen.
-        q_scale: factor of q in the logits, default 1; may be traced.
+        q_scale: factor of q in the logits, default 1: one number, or float32 `[B, S, H]`, one for each query row (see
+            `quantize_queries`); may be traced.
         kv_scale: factor of a float8_e4m3fn cache, default 1; may be traced. None for the others.
         schedule: how kernels divide the work, from `step_schedule`: the same for all layers of a step. None makes one
             for this call; implementations that need none ignore it.
@@ -138,12 +139,15 @@ def mla_decode(
     """
     _check_arrays(q, kv_cache, block_table, kv_lens, d_v)
     _check_tree_mask(tree_mask, q)
-    _check_options(causal, sm_scale=sm_scale, q_scale=q_scale, kv_scale=kv_scale)
+    row_scales = _is_per_row(q_scale)
+    if row_scales:
+        _check_row_scales(q_scale, q)
+    _check_options(causal, sm_scale=sm_scale, q_scale=None if row_scales else q_scale, kv_scale=kv_scale)
     if not isinstance(schedule, TileSchedule | None):
         raise InputError(f"schedule must be a TileSchedule or None, got {type(schedule).__name__}.")
     if kv_scale is not None and kv_cache.dtype != jnp.float8_e4m3fn:
         raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale per tensor.")
-    chosen = _choose(implementation, q, kv_cache, d_v=int(d_v), tree_mask=tree_mask)
+    chosen = _choose(implementation, q, kv_cache, d_v=int(d_v), tree_mask=tree_mask, row_scales=row_scales)
     num_requests, num_queries, num_heads, _ = q.shape
     if num_requests == 0:
         empty = jnp.zeros((0, num_queries, num_heads, d_v), out_dtype(q))
@@ -169,6 +173,8 @@ def step_schedule(
     q: jax.ShapeDtypeStruct | Array,
     kv_cache: jax.ShapeDtypeStruct | Array,
     kv_lens: Int[Array, "B"],
+    *,
+    row_scales: bool = False,
 ) -> TileSchedule | None:
     """What all layers of a step with these lengths share: `mla_decode(…, schedule=…)`. Nothing is read by the host.
 
@@ -177,21 +183,27 @@ def step_schedule(
         q: shape and dtype of the layers' queries; arrays will do.
         kv_cache: shape and dtype of their caches.
         kv_lens: int32 `[B]`, as for `mla_decode`.
+        row_scales: whether q_scale will be one for each query row.
 
     Returns None if the implementation that will be chosen divides no work by a schedule.
     """
-    make = _choose(implementation, q, kv_cache).schedule
+    make = _choose(implementation, q, kv_cache, row_scales=row_scales).schedule
     return None if make is None or kv_lens.shape[0] == 0 else make(q, kv_lens)
 
 
 def implementation_for(
-    implementation: str | Sequence[str] | None, q: jax.ShapeDtypeStruct, kv_cache: jax.ShapeDtypeStruct
+    implementation: str | Sequence[str] | None,
+    q: jax.ShapeDtypeStruct,
+    kv_cache: jax.ShapeDtypeStruct,
+    *,
+    row_scales: bool = False,
 ) -> str:
-    """The name of the implementation that `mla_decode` would take for arrays of these shapes and dtypes.
+    """The name of the implementation that `mla_decode` would take for arrays of these shapes and dtypes, with one
+    q_scale, or one for each query row.
 
     Raises ValueError for an unknown name, NotImplementedError with all reasons if none can run.
     """
-    return _choose(implementation, q, kv_cache).name
+    return _choose(implementation, q, kv_cache, row_scales=row_scales).name
 
 
 def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: Any) -> Implementation:
@@ -215,8 +227,9 @@ def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: A
 
 
 def _product(*factors: Any) -> float | jax.Array:
-    """In float32; a number if all factors are."""
-    known = all(isinstance(f, int | float | np.number | np.ndarray | None) for f in factors)
+    """In float32; a number if all factors are known ones."""
+    numbers = int | float | np.number | np.ndarray
+    known = all(f is None or (isinstance(f, numbers) and np.ndim(f) == 0) for f in factors)
     as_float32 = np.float32 if known else functools.partial(jnp.asarray, dtype=jnp.float32)
     product: Any = math.prod((as_float32(f) for f in factors if f is not None), start=as_float32(1))
     return float(product) if known else product
@@ -289,6 +302,18 @@ def _check_options(causal: Any, **scales: Any) -> None:
     kv_scale = scales.get("kv_scale")
     if isinstance(kv_scale, int | float | np.number) and not 0 < kv_scale < float("inf"):
         raise InputError(f"kv_scale must be a positive number, got {kv_scale}.")
+
+
+def _is_per_row(q_scale: Any) -> bool:
+    return isinstance(q_scale, np.ndarray | jax.Array) and q_scale.ndim > 0
+
+
+def _check_row_scales(q_scale: Any, q: jax.Array) -> None:
+    if q_scale.shape != q.shape[:3] or q_scale.dtype != jnp.float32:
+        raise InputError(
+            f"q_scale must be one real number, or float32 [B, S, H] = {q.shape[:3]}, one for each query row, got "
+            f"{q_scale.dtype.name} {q_scale.shape}."
+        )
 
 
 def _check_tree_mask(tree_mask: Any, q: jax.Array) -> None:

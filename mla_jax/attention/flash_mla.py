@@ -15,7 +15,9 @@ DIM, LATENT = 576, 512
 SPARSE_HEADS = (64, 128)  # that the kernel for fp8_ds_mla is built for
 
 
-def cannot_run(q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_mask: Any = None) -> str | None:
+def cannot_run(
+    q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_mask: Any = None, row_scales: bool = False
+) -> str | None:
     """Why this call cannot run here, in one sentence; None if it can. Without arrays it speaks of the machine alone.
 
     Loads torch and FlashMLA only on a machine with a Hopper GPU.
@@ -25,6 +27,8 @@ def cannot_run(q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_m
         kind = _kind(kv_cache)
         if (reason := _unsupported_call(q, kv_cache, d_v)) is not None:
             return reason
+        if row_scales:
+            return "its kernels take one q_scale for all queries, got one for each query row"
     try:
         import flash_mla_jax
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ def decode(
     block_table: Int[Array, "B M"],
     kv_lens: Int[Array, "B"],
     *,
-    logit_scale: Float[Array, ""],
+    logit_scale: Float[Array, ""] | Float[Array, "B S H"],
     value_scale: Float[Array, ""] | None,
     d_v: int,
     causal: bool,
@@ -36,7 +36,8 @@ def decode(
     # Rows that nobody owns may hold NaN, and 0 · NaN is NaN.
     keys = jnp.where((positions[None] < kv_lens[:, None])[..., None], keys, 0)
 
-    scores = logit_scale * jnp.einsum("bshd,btd->bhst", q.astype(jnp.float32), keys, precision=HIGHEST)
+    scores = jnp.einsum("bshd,btd->bhst", q.astype(jnp.float32), keys, precision=HIGHEST)
+    scores *= logit_scale if logit_scale.ndim == 0 else logit_scale.transpose(0, 2, 1)[..., None]
     seen = visible(positions, kv_lens, num_queries, causal, tree_mask)
     scores = jnp.where(seen[:, None], scores, -jnp.inf)
     maximum = jnp.max(scores, axis=-1, keepdims=True)

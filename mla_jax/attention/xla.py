@@ -26,7 +26,7 @@ def decode(
     block_table: Int[Array, "B M"],
     kv_lens: Int[Array, "B"],
     *,
-    logit_scale: Float[Array, ""],
+    logit_scale: Float[Array, ""] | Float[Array, "B S H"],
     value_scale: Float[Array, ""] | None,
     d_v: int,
     causal: bool,
@@ -42,6 +42,8 @@ def decode(
     page_size = kv_cache.shape[1]
     dtype = product_dtype(q, kv_cache)
     rows = q.reshape(num_requests, num_queries * num_heads, d).astype(dtype)
+    if logit_scale.ndim:
+        logit_scale = logit_scale.reshape(*rows.shape[:2], 1)
     chunk_tokens = CHUNK_PAGES * page_size
     readable_lens = jnp.minimum(kv_lens, block_table.shape[1] * page_size)
 
@@ -97,7 +99,7 @@ def _absorb_chunk(
     rows: Float[Array, "B R D"],
     keys: Float[Array, "B C D"],
     seen: Bool[Array, "B R C"],
-    logit_scale: Float[Array, ""],
+    logit_scale: Float[Array, ""] | Float[Array, "B R 1"],
 ) -> _Running:
     scores = jnp.einsum("brd,bcd->brc", rows, keys, preferred_element_type=jnp.float32, precision=HIGHEST)
     scores = jnp.where(seen, scores * logit_scale, -jnp.inf)

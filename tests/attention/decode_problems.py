@@ -117,7 +117,8 @@ def oracle(q, kv_cache, block_table, kv_lens, tree_mask, *, d_v, causal, sm_scal
     batch, queries, heads, d = q.shape
     out, lse = np.zeros((batch, queries, heads, d_v)), np.full((batch, heads, queries), -np.inf)
     spread = np.zeros_like(out)
-    scale = (d**-0.5 if sm_scale is None else float(sm_scale)) * (1.0 if q_scale is None else float(q_scale))
+    scale = d**-0.5 if sm_scale is None else float(sm_scale)
+    q = q * np.asarray(1.0 if q_scale is None else q_scale, np.float64)[..., None]  # one number, or one for each row
     for b, length in enumerate(np.asarray(kv_lens).tolist()):
         keys = np.array([kv_cache[block_table[b, t // PAGE], t % PAGE] for t in range(length)])
         seen = sees(length, queries, causal, None if tree_mask is None else np.asarray(tree_mask[b]))

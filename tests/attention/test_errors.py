@@ -63,7 +63,11 @@ WRONG = {
     "scale in a list": ({"sm_scale": [0.1]}, ("sm_scale", "list")),
     "scale in words": ({"sm_scale": "auto"}, ("sm_scale", "auto")),
     "complex scale": ({"sm_scale": 1j}, ("sm_scale", "1j")),
-    "scale of q for each head": ({"q_scale": jnp.ones((4,))}, ("q_scale", "(4,)")),
+    "scale of q for each head": ({"q_scale": jnp.ones((4,))}, ("q_scale", "float32 [B, S, H] = (2, 3, 4)", "(4,)")),
+    "scale of q for each row, transposed": ({"q_scale": jnp.ones((2, 4, 3))}, ("q_scale", "(2, 3, 4)", "(2, 4, 3)")),
+    "scale of q for each row in bf16": ({"q_scale": jnp.ones((2, 3, 4), jnp.bfloat16)}, ("q_scale", "bfloat16")),
+    "scale of q for each row in float64": ({"q_scale": np.ones((2, 3, 4))}, ("q_scale", "float32", "float64")),
+    "scale of q in a list": ({"q_scale": [1.0]}, ("q_scale", "list")),
     "causal a mask": ({"causal": jnp.ones((3, 3), bool)}, ("causal must be True or False",)),
     "causal None": ({"causal": None}, ("causal must be True or False", "NoneType")),
     "causal in words": ({"causal": "no"}, ("causal must be True or False", "str")),
@@ -107,3 +111,4 @@ def test_the_good_call_is_good():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
         mla_decode(**(GOOD | {"kv_cache": GOOD["kv_cache"].astype(dtype)}))
     mla_decode(**(GOOD | {"d_v": np.int64(512), "causal": np.True_, "sm_scale": np.float64(0.1), "q_scale": 1}))
+    mla_decode(**(GOOD | {"q_scale": np.ones((2, 3, 4), np.float32)}))

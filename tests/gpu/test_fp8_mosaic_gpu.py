@@ -2,13 +2,14 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8_problems import GOLDEN_RMS, LSE_ABSOLUTE, assert_fp8_close, fp8_arrays, golden_fp8
 from problems import Problem
 
-from mla_jax import mla_decode
+from mla_jax import mla_decode, quantize_queries
 from mla_jax.attention.mosaic_gpu.requirements import cannot_run
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
@@ -63,6 +64,38 @@ def test_scales(kv_scale, q_dtype):
 @pytest.mark.parametrize("scale", [-0.05, 0.0, 0.135234])
 def test_softmax_scales(scale, q_dtype):
     run(Problem((0, 65, 300), heads=32, scale=scale), q_dtype)
+
+
+@both
+@pytest.mark.parametrize("heads, tokens", [(16, 1), (9, 2), (128, 2)])
+def test_a_scale_for_each_query_row(heads, tokens, q_dtype):
+    """Of either sign, and 0."""
+    problem = Problem((*EDGES, 700), heads=heads, tokens=tokens)
+    q, cache, table, lens, _ = fp8_arrays(problem, q_dtype)
+    rng = np.random.default_rng(heads)
+    q_scale = rng.choice([-1, 1], q.shape[:3]) * 2.0 ** rng.uniform(-3, 1, q.shape[:3])
+    q_scale[1, 0, 0] = 0
+    q_scale = jnp.asarray(q_scale, jnp.float32)
+    out, lse = decode(q, cache, table, lens, sm_scale=problem.scale, q_scale=q_scale)
+    assert_fp8_close(out, lse, problem, (q.astype(jnp.float32) * q_scale[..., None], cache, table, lens, None))
+
+
+def test_queries_quantized_in_the_same_program():
+    """As the model's step does it; XLA may not keep more bits of them than e4m3 has."""
+    problem = Problem((*EDGES, 700), heads=128)
+    q, cache, table, lens, _ = fp8_arrays(problem, "bfloat16")
+    rounded, q_scale = quantize_queries(q)
+    want = decode(rounded, cache, table, lens, sm_scale=problem.scale, q_scale=q_scale)
+
+    def step(q, implementation):
+        rounded, q_scale = quantize_queries(q)
+        options = {"sm_scale": problem.scale, "q_scale": q_scale, "implementation": implementation}
+        return mla_decode(rounded, cache, table, lens, **options)
+
+    for got, wanted in zip(jax.jit(lambda q: step(q, "mosaic_gpu"))(q), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(wanted, np.float32))
+    out, lse = jax.jit(lambda q: step(q, "xla"))(q)
+    assert_fp8_close(out, lse, problem, (rounded.astype(jnp.float32) * q_scale[..., None], cache, table, lens, None))
 
 
 def test_a_cache_of_zeros():

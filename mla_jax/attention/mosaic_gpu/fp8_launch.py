@@ -11,6 +11,7 @@ from mla_jax.attention.mosaic_gpu.fp8_config import Fp8Config, chosen_for, share
 from mla_jax.attention.mosaic_gpu.fp8_kernel import run_fp8_kernel
 from mla_jax.attention.mosaic_gpu.packing import describe, kernel_inputs, pack, unpack
 from mla_jax.attention.operands import out_dtype
+from mla_jax.attention.queries import power_of_two
 from mla_jax.schedule import TileSchedule
 
 LARGEST = 6  # binary exponent of a row's largest number: reduce_precision's 4 bits of exponent end at 240
@@ -36,14 +37,20 @@ def decode_fp8_with(
     schedule: TileSchedule,
     *,
     causal: bool,
+    row_scale: jax.Array | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The FP8 kernel with a configuration and without checks; `interpret` is for tests without a GPU."""
+    """The FP8 kernel with a configuration and without checks; `interpret` is for tests without a GPU.
+
+    `row_scale` float32 [B, S, H], of any sign, is a factor of the logits beside `logit_scale`.
+    """
     packed = pack(q)
     rows = packed.shape[1]
     made = {"dtype": out_dtype(q), "causal": causal, "query_parts": config.query_parts}
     problem = describe(q, rows, schedule, tree_mask, **made)
     parts, scale = split_queries(packed)
+    if row_scale is not None:
+        parts, scale = _with_row_scale(parts, scale, row_scale)
     scale = jnp.pad(scale, ((0, 0), (0, problem.row_blocks * ROWS - rows)))
     arrays = (parts.reshape(-1, rows, DIM), kv_cache, block_table, kv_lens, logit_scale)
     inputs = kernel_inputs(*arrays, tree_mask, schedule, problem)
@@ -63,14 +70,22 @@ def split_queries(q: jax.Array) -> tuple[jax.Array, jax.Array]:
     largest = jnp.max(jnp.abs(numbers), axis=-1)
     exponent = jnp.where(jnp.isfinite(largest) & (largest > 0), jnp.frexp(largest)[1] - 1, 0)
     exponent = jnp.clip(exponent - LARGEST, -126, 126)
-    numbers = numbers * _power_of_two(-exponent)[..., None]
+    numbers = numbers * power_of_two(-exponent)[..., None]
     # Not a cast to e4m3 and back, which XLA may leave out: it is free to keep more bits than it was told to.
     high = jax.lax.reduce_precision(numbers, exponent_bits=4, mantissa_bits=3)
     low = (numbers - high).astype(jnp.float8_e4m3fn)
     high = high.astype(jnp.float8_e4m3fn)
-    return jnp.stack([high, low], axis=1), _power_of_two(exponent)
+    return jnp.stack([high, low], axis=1), power_of_two(exponent)
 
 
-def _power_of_two(exponent: jax.Array) -> jax.Array:
-    """Exactly, where `exp2` may err by a bit; for exponents from -126 to 127."""
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+def _with_row_scale(parts: jax.Array, scale: jax.Array, row_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `split_queries` returned, with a factor [B, S, H] for each row more.
+
+    The kernel's factors of rows are not negative, as it takes the largest product for the largest logit: so the sign
+    goes to the numbers.
+    """
+    used = row_scale.reshape(row_scale.shape[0], -1)
+    factor = jnp.pad(used, ((0, 0), (0, scale.shape[1] - used.shape[1])))
+    sign = jnp.where(factor < 0, jnp.uint8(0x80), jnp.uint8(0))[:, None, :, None]
+    flipped = jax.lax.bitcast_convert_type(parts, jnp.uint8) ^ sign
+    return jax.lax.bitcast_convert_type(flipped, jnp.float8_e4m3fn), scale * jnp.abs(factor)

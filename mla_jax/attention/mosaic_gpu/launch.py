@@ -23,7 +23,7 @@ def decode(
     block_table: Int32[Array, "B max_pages"],
     kv_lens: Int32[Array, " B"],
     *,
-    logit_scale: float | Float32[Array, ""],
+    logit_scale: float | Float32[Array, ""] | Float32[Array, "B S H"],
     value_scale: Float32[Array, ""] | None = None,
     causal: bool = True,
     tree_mask: Bool[Array, "B S S"] | None = None,
@@ -31,8 +31,8 @@ def decode(
 ) -> tuple[Float[Array, "B S H 512"], Float32[Array, "B H S"]]:
     """`mla_decode` on a Hopper GPU, for arguments that `cannot_run` has let pass.
 
-    Rows (S * H) are packed and padded to 64. Without a schedule one is computed for this call; layers of
-    one step should share theirs.
+    Rows (S * H) are packed and padded to 64. A logit_scale for each row goes with a cache in float8_e4m3fn only.
+    Without a schedule one is computed for this call; layers of one step should share theirs.
 
     Returns:
         out in q's dtype, bf16 for an e4m3 q, lse float32 in natural log; a row that sees no key has out 0 and lse
@@ -52,7 +52,8 @@ def decode(
     else:
         _check_schedule(schedule, q)
     tokens = q.shape[1]
-    scale = jnp.asarray(logit_scale, jnp.float32).reshape(1)
+    row_scale = jnp.asarray(logit_scale, jnp.float32) if jnp.ndim(logit_scale) else None
+    scale = jnp.asarray(1 if jnp.ndim(logit_scale) else logit_scale, jnp.float32).reshape(1)
     causal = causal and tokens > 1  # one kernel for one token
     if kv_cache.dtype == jnp.uint8:
         config = ds_config_for(q)
@@ -60,7 +61,7 @@ def decode(
     if kv_cache.dtype == jnp.float8_e4m3fn:
         value_scale = jnp.ones(1) if value_scale is None else jnp.asarray(value_scale, jnp.float32).reshape(1)
         fp8, arrays = fp8_config_for(q), (q, kv_cache, block_table, kv_lens, scale, value_scale)
-        return decode_fp8_with(fp8, *arrays, tree_mask, schedule, causal=causal)
+        return decode_fp8_with(fp8, *arrays, tree_mask, schedule, causal=causal, row_scale=row_scale)
     return decode_with(config_for(q), q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
 
 

@@ -12,12 +12,14 @@ MAX_TREE_TOKENS = 256  # each 32 of them lengthen the kernel
 CAPABILITY = "9.0"  # of Hopper
 
 
-def cannot_run(q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_mask: Any = None) -> str | None:
+def cannot_run(
+    q: Any = None, kv_cache: Any = None, *, d_v: int = LATENT, tree_mask: Any = None, row_scales: bool = False
+) -> str | None:
     """Why this call cannot run here, in one sentence; None if it can. Reads shapes, dtypes and the device.
 
     Without arrays it speaks of the machine alone.
     """
-    if q is not None and (reason := _unsupported_call(q, kv_cache, d_v, tree_mask)):
+    if q is not None and (reason := _unsupported_call(q, kv_cache, d_v, tree_mask, row_scales)):
         return reason
     device = _device(q)
     capability = getattr(device, "compute_capability", None)
@@ -42,7 +44,7 @@ def _device(q: Any) -> Any:
     return default if isinstance(default, jax.Device) else jax.devices(default)[0]
 
 
-def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | None:
+def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any, row_scales: bool) -> str | None:
     if kv_cache.dtype == jnp.uint8:
         if q.dtype != jnp.bfloat16:
             return f"with a cache in fp8_ds_mla it takes q in bfloat16, got {q.dtype}"
@@ -60,4 +62,6 @@ def _unsupported_call(q: Any, kv_cache: Any, d_v: int, tree_mask: Any) -> str | 
         return f"it needs kv_cache [pages, {PAGE}, {width}], got {kv_cache.shape}"
     if tree_mask is not None and q.shape[1] > MAX_TREE_TOKENS:
         return f"it takes tree masks of up to {MAX_TREE_TOKENS} tokens, got {q.shape[1]}"
+    if row_scales and kv_cache.dtype != jnp.float8_e4m3fn:
+        return f"it takes a q_scale for each query row with a cache in float8_e4m3fn only, got {kv_cache.dtype}"
     return None

@@ -69,6 +69,8 @@ def test_budgets(fields, reason):
         ),
         (Q, array(CACHE.shape, jnp.uint8), {}, r"needs kv_cache \[pages, 64, 656\], got \(8, 64, 576\)"),
         (array((2, 300, 1, 576)), CACHE, {"tree_mask": array((2, 300, 300), bool)}, "up to 256 tokens, got 300"),
+        (Q, CACHE, {"row_scales": True}, "q_scale for each query row with a cache in float8_e4m3fn only, got bfloat16"),
+        (Q, DS_CACHE, {"row_scales": True}, "q_scale for each query row .* only, got uint8"),
     ],
 )
 def test_reasons(q, cache, options, reason):
@@ -101,6 +103,27 @@ def test_other_machines():
 def test_hopper_takes_it_by_default(q_dtype, cache):
     with pretend(MACHINES["Hopper GPU"]):
         assert implementation_for(None, array(Q.shape, q_dtype), cache) == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    "q_dtype, cache, chosen",
+    [
+        (jnp.float8_e4m3fn, array(CACHE.shape, jnp.float8_e4m3fn), "mosaic_gpu"),
+        (jnp.bfloat16, array(CACHE.shape, jnp.float8_e4m3fn), "mosaic_gpu"),
+        (jnp.bfloat16, CACHE, "xla"),
+        (jnp.bfloat16, DS_CACHE, "xla"),
+    ],
+)
+def test_who_takes_a_scale_for_each_query_row(q_dtype, cache, chosen):
+    q = array(Q.shape, q_dtype)
+    with pretend(MACHINES["Hopper GPU"]):
+        assert implementation_for(None, q, cache, row_scales=True) == chosen
+        assert implementation_for(["flash_mla", "reference"], q, cache, row_scales=True) == "reference"
+        schedule = step_schedule(None, q, cache, jnp.ones(2, jnp.int32), row_scales=True)
+        assert (schedule is None) == (chosen == "xla")
+        if q_dtype == cache.dtype:
+            with pytest.raises(NotImplementedError, match="flash_mla: its kernels take one q_scale for all queries"):
+                implementation_for("flash_mla", q, cache, row_scales=True)
 
 
 def test_padded_rows():

@@ -52,6 +52,36 @@ def test_equals_float64(name, q_dtype, capfd):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_a_scale_for_each_query_row(q_dtype, capfd):
+    """Of either sign, and 0; three heads leave rows that nobody asked for."""
+    problem = Problem((70, 3, 0), tokens=2, heads=3)
+    q, cache, table, lens, mask = fp8_arrays(problem, q_dtype)
+    rng = np.random.default_rng(5)
+    row_scale = rng.choice([-1, 1], q.shape[:3]) * 2.0 ** rng.uniform(-3, 1, q.shape[:3])
+    row_scale[0, 0, 0] = 0
+    row_scale = jnp.asarray(row_scale, jnp.float32)
+    assert (row_scale[0] < 0).any() and (row_scale[0] > 0).any()
+    out, lse = decode_fp8_with(
+        fp8_config_for(q),
+        q,
+        cache,
+        table,
+        lens,
+        jnp.full((1,), problem.scale, jnp.float32),
+        jnp.ones(1),
+        mask,
+        tile_schedule(lens, 1),
+        causal=problem.causal,
+        row_scale=row_scale,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    meant = q.astype(jnp.float32) * row_scale[..., None]
+    assert_fp8_close(out, lse, problem, (meant, cache, table, lens, mask))
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.timeout(120)
 def test_equals_cuda_kernel(capfd):
     arrays, options, want_out, want_lse = golden_fp8()
     logit_scale, kv_scale = np.prod(list(options.values())), options["kv_scale"]
