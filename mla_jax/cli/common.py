@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from mla_jax.attention.api import IMPLEMENTATIONS
-from mla_jax.cache.formats import FORMATS
+from mla_jax.cache.formats import FORMATS, kv_format
 from mla_jax.config import MLAConfig
 from mla_jax.demo import CHECKPOINT
 from mla_jax.errors import InputError
+from mla_jax.model.attend import check_fp8_queries
 from mla_jax.model.load import load_checkpoint
 from mla_jax.model.params import ModelParams
 from mla_jax.speculative.config import Speculation
@@ -51,16 +52,27 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """--model, --dtype, --kv-format, --implementation, --json."""
+    """--model, --dtype, --kv-format, --fp8-queries, --implementation, --json; see `check_cache_options`."""
     add_checkpoint_options(parser)
     parser.add_argument(
         "--kv-format", default="bf16", metavar="FORMAT", help=f"of the cache: {', '.join(FORMATS)}; default bf16"
+    )
+    parser.add_argument(
+        "--fp8-queries",
+        action="store_true",
+        help="decode with queries in e4m3 too, which is faster on Hopper GPUs; with --kv-format fp8_e4m3",
     )
     parser.add_argument(
         "--implementation",
         metavar="NAME",
         help=f"of mla_decode: {', '.join(IMPLEMENTATIONS)}; default: the fastest that can run",
     )
+
+
+def check_cache_options(args: argparse.Namespace) -> None:
+    """Raises ValueError for an unknown cache format, or one that queries in e4m3 do not go with."""
+    kv_format(args.kv_format)
+    check_fp8_queries(args.fp8_queries, args.kv_format)
 
 
 def add_speculation_options(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from mla_jax.cli.common import (
     Model,
     add_model_options,
     add_speculation_options,
+    check_cache_options,
     load_model,
     progress_bar,
     speculation_of,
@@ -32,7 +33,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("file", nargs="?", help="text file; default: the demo model's held-out sample")
     parser.add_argument("--max-bytes", type=int, metavar="N", help="score only the first N bytes of the text")
     parser.add_argument(
-        "--against", metavar="FORMAT", help="score with this cache format too, and tell how often both predict the same"
+        "--against",
+        metavar="FORMAT",
+        help="score with this cache format too, queries unrounded, and tell how often both predict the same",
     )
     add_model_options(parser)
     add_speculation_options(parser)
@@ -41,8 +44,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Runs the command."""
-    for name in (args.kv_format, args.against or "bf16"):
-        kv_format(name)  # refuse it before loading anything
+    check_cache_options(args)  # before loading anything
+    kv_format(args.against or "bf16")
     if args.max_bytes is not None and args.max_bytes < 1:
         raise InputError(f"--max-bytes must be at least 1, got {args.max_bytes}.")
     speculation = speculation_of(args)
@@ -55,10 +58,10 @@ def run(args: argparse.Namespace) -> None:
     tokens = model.tokenizer.encode(data.decode("utf-8", errors="surrogateescape"))
     started = time.perf_counter()
     drafts = {} if speculation is None else _accept_lengths(args, model, tokens, speculation)
-    score = _score(args, model, tokens, len(data), args.kv_format)
+    score = _score(args, model, tokens, len(data), args.kv_format, args.fp8_queries)
     compared = {}
     if args.against is not None:
-        other = _score(args, model, tokens, len(data), args.against)
+        other = _score(args, model, tokens, len(data), args.against, fp8_queries=False)
         compared = {
             "top1_agreement": round(score.top1_agreement(other), 5),
             "against": kv_format(args.against).name,
@@ -75,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
         "model": model.name,
         "device": jax.devices()[0].device_kind,
         "kv_format": kv_format(args.kv_format).name,
+        "fp8_queries": args.fp8_queries,
         "kv_bytes_per_token": kv_format(args.kv_format).bytes_per_token(model.config.latent_dim),
         "implementation": score.implementation,
         "seconds": round(time.perf_counter() - started, 2),
@@ -99,6 +103,7 @@ def _accept_lengths(
                 speculation,
                 temperature=temperature,
                 kv_format=args.kv_format,
+                fp8_queries=args.fp8_queries,
                 implementation=args.implementation,
             )
         found[f"accept_length{suffix}"] = round(result.mean, 4)
@@ -106,13 +111,16 @@ def _accept_lengths(
     return found
 
 
-def _score(args: argparse.Namespace, model: Model, tokens: list[int], num_bytes: int, name: str) -> Score:
+def _score(
+    args: argparse.Namespace, model: Model, tokens: list[int], num_bytes: int, name: str, fp8_queries: bool
+) -> Score:
     return evaluate(
         model.params,
         model.config,
         tokens,
         num_bytes / max(len(tokens), 1),
         kv_format=name,
+        fp8_queries=fp8_queries,
         implementation=args.implementation,
         progress=lambda batches: progress_bar(batches, unit="batch"),
     )

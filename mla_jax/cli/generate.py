@@ -15,6 +15,7 @@ from mla_jax.cli.common import (
     Model,
     add_model_options,
     add_speculation_options,
+    check_cache_options,
     load_model,
     parse_bytes,
     physical_memory,
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         if number is not None and number < 1:
             raise InputError(f"--{name} must be at least 1, got {number}.")
     sampling = Sampling.create(args.temperature, args.top_k, args.top_p)
-    kv_format(args.kv_format)  # refuse it before loading anything
+    check_cache_options(args)  # before loading anything
     speculation = speculation_of(args)
     model = load_model(args)
     settings = Settings(
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop_tokens=_stop_tokens(args.stop_bytes, model),
         kv_format=args.kv_format,
+        fp8_queries=args.fp8_queries,
         num_slots=args.slots,
         num_pages=_num_pages(args, model.config),
         implementation=args.implementation,
@@ -229,6 +231,7 @@ def _report(prompts: list[str], model: Model, settings: Settings, result: Genera
         "model": model.name,
         "device": jax.devices()[0].device_kind,
         "kv_format": kv_format(settings.kv_format).name,
+        "fp8_queries": settings.fp8_queries,
         "kv_bytes_per_token": kv_format(settings.kv_format).bytes_per_token(model.config.latent_dim),
         "layers": model.config.num_layers,
         "implementation": result.implementation,
@@ -256,7 +259,8 @@ def _print(report: dict[str, Any], result: Generation) -> None:
         + table(
             {
                 "model": f"{report['model']}, {report['layers']} layers, on {report['device']}",
-                "attention": f"{report['implementation']}, cache in {report['kv_format']}",
+                "attention": f"{report['implementation']}, cache in {report['kv_format']}"
+                + (", queries in e4m3" if report["fp8_queries"] else ""),
                 "new tokens": f"{tokens} in {report['steps']} steps, {report['decode_seconds']:.2f} s",
                 "beside that": f"{report['compile_seconds']:.2f} s to compile, "
                 f"{report['prefill_seconds']:.2f} s of prefill",

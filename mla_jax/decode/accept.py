@@ -30,6 +30,7 @@ def accept_length(
     *,
     temperature: float = 0.0,
     kv_format: str = "bf16",
+    fp8_queries: bool = False,
     implementation: str | Sequence[str] | None = None,
     seed: int = 0,
     num_prompts: int = PROMPTS,
@@ -43,7 +44,7 @@ def accept_length(
         tokens: token ids of the text, at least num_prompts · 64.
         speculation: how much a step drafts.
         temperature: 0 is greedy; above it chains are verified by rejection sampling, trees by target-only sampling.
-        kv_format, implementation: of the cache and of `mla_decode`.
+        kv_format, fp8_queries, implementation: of the cache and of `mla_decode`, as in `Settings`.
         seed: of the random keys.
         num_prompts, new_tokens: how many, and how long each continuation.
 
@@ -61,6 +62,7 @@ def accept_length(
         sampling=Sampling.create(temperature),
         seed=seed,
         kv_format=kv_format,
+        fp8_queries=fp8_queries,
         num_slots=min(SLOTS, num_prompts),
         implementation=implementation,
         speculation=speculation,

@@ -44,6 +44,7 @@ class Engine:
         num_pages: of the pool, the reserved page 0 included; None takes what num_slots requests of max_seq_len need.
         max_seq_len: prompt and new tokens of one request at the most; None takes the model's max_position.
         kv_format: of the cache.
+        fp8_queries: whether decode steps round their queries to e4m3 too, row by row; with an fp8_e4m3 cache.
         implementation: as for `mla_decode`.
         buckets: batch sizes to compile steps for, of which the largest is num_slots; None takes 1, 4, 16, ….
         prefill_chunk: prompt tokens of each request per step of prefill.
@@ -53,7 +54,8 @@ class Engine:
         max_stop_tokens: that a request may have.
 
     Raises:
-        ValueError: sizes that fit nothing, an unknown format, speculation with a model that has no such module.
+        ValueError: sizes that fit nothing, an unknown format, FP8 queries with another cache than fp8_e4m3, speculation
+            with a model that has no such module.
         NotImplementedError: the implementation or format cannot run here.
     """
 
@@ -66,6 +68,7 @@ class Engine:
         num_pages: int | None = None,
         max_seq_len: int | None = None,
         kv_format: str = "bf16",
+        fp8_queries: bool = False,
         implementation: str | Sequence[str] | None = None,
         buckets: Sequence[int] | None = None,
         prefill_chunk: int = PREFILL_CHUNKS[-1],
@@ -95,11 +98,12 @@ class Engine:
         self._graphs = Graphs(
             params,
             config,
-            attention_implementation(config, params.embed.dtype, kv_format, implementation),
+            attention_implementation(config, params.embed.dtype, kv_format, implementation, fp8_queries=fp8_queries),
             default_buckets(num_slots) if buckets is None else check_buckets(buckets, num_slots),
             tuple(sorted({c for c in PREFILL_CHUNKS if c < prefill_chunk} | {prefill_chunk})),
             steps,
             speculation,
+            fp8_queries,
         )
         self._state = empty_state(
             create_cache(params, config, num_pages, kv_format, mtp=speculation is not None),

@@ -55,6 +55,7 @@ def evaluate(
     bytes_per_token: float = 1.0,
     *,
     kv_format: str = "bf16",
+    fp8_queries: bool = False,
     implementation: str | Sequence[str] | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Score:
@@ -67,10 +68,12 @@ def evaluate(
         tokens: token ids of the text, at least 512.
         bytes_per_token: of this text on average, to turn bits per token into bits per byte.
         kv_format, implementation: of the cache and of `mla_decode`; a cache with scales takes those of params.
+        fp8_queries: whether the second half's queries are rounded to e4m3 too, row by row; with an fp8_e4m3 cache.
         progress: wraps the loop over batches of windows, for a progress bar.
 
     Raises:
-        ValueError: the text is too short or holds a token outside the vocabulary.
+        ValueError: the text is too short or holds a token outside the vocabulary; FP8 queries with another cache than
+            fp8_e4m3.
     """
     text = np.asarray(tokens, np.int32)
     if len(text) < WINDOW:
@@ -83,12 +86,13 @@ def evaluate(
     pages = WINDOW // PAGE_SIZE
     pool, _ = PagePool.create(1 + batch * pages, batch, pages).extend(jnp.full((batch,), WINDOW, jnp.int32))
     cache = create_cache(params, config, 1 + batch * pages, kv_format)
-    chosen = attention_implementation(config, params.embed.dtype, kv_format, implementation)
+    chosen = attention_implementation(config, params.embed.dtype, kv_format, implementation, fp8_queries=fp8_queries)
+    how = {"config": config, "implementation": chosen, "fp8_queries": fp8_queries}
     nats, predictions = 0.0, []
     for first in progress(range(0, len(windows), batch)):
         part = windows[first : first + batch]
         padded = np.concatenate([part, np.repeat(part[:1], batch - len(part), axis=0)])
-        losses, best, cache = _score(params, cache, padded, pool.block_table, config=config, implementation=chosen)
+        losses, best, cache = _score(params, cache, padded, pool.block_table, **how)
         nats += float(np.asarray(losses)[: len(part)].sum(dtype=np.float64))
         predictions.append(np.asarray(best)[: len(part)])
     if not math.isfinite(nats):
@@ -98,7 +102,7 @@ def evaluate(
     return Score(bits, bits / bytes_per_token, scored, len(windows), chosen, np.concatenate(predictions))
 
 
-@partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("cache",))
+@partial(jax.jit, static_argnames=("config", "implementation", "fp8_queries"), donate_argnames=("cache",))
 def _score(
     params: ModelParams,
     cache: PagedKVCache,
@@ -107,6 +111,7 @@ def _score(
     *,
     config: MLAConfig,
     implementation: str,
+    fp8_queries: bool,
 ) -> tuple[Float[Array, "B"], Int[Array, "B scored"], PagedKVCache]:
     """Of the scored part of each window: negative log-likelihood in nats, the most likely tokens; and the cache."""
     num, context = windows.shape[0], WINDOW - SCORED
@@ -129,6 +134,7 @@ def _score(
             block_table,
             cache,
             implementation=implementation,
+            fp8_queries=fp8_queries,
         )
         # Token j of the chunk predicts the one behind it; the window's last predicts nothing that is in it.
         targets = jax.lax.dynamic_slice_in_dim(jnp.pad(windows, ((0, 0), (0, 1))), start + 1, DECODE_CHUNK, axis=1)

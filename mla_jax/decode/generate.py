@@ -28,6 +28,7 @@ class Settings:
         seed: of the random keys; request i's key does not depend on the other requests.
         stop_tokens: a sequence ends with the first of these that it emits.
         kv_format: of the cache.
+        fp8_queries: whether decode steps round their queries to e4m3 too; with an fp8_e4m3 cache.
         num_slots: requests that decode together at the most; None takes up to 64.
         num_pages: of the pool, the reserved page included; None takes what that many requests need.
         implementation: as for `mla_decode`.
@@ -39,6 +40,7 @@ class Settings:
     seed: int = 0
     stop_tokens: tuple[int, ...] = ()
     kv_format: str = "bf16"
+    fp8_queries: bool = False
     num_slots: int | None = None
     num_pages: int | None = None
     implementation: str | Sequence[str] | None = None
@@ -101,7 +103,7 @@ def generate(
 
     Raises:
         ValueError: no prompt, an empty one, a token outside the vocabulary, a prompt that with its new tokens exceeds
-            the pool or config.max_position.
+            the pool or config.max_position, FP8 queries with another cache than fp8_e4m3.
         NotImplementedError: the implementation or format cannot run here.
     """
     if not prompts:
@@ -154,6 +156,7 @@ def _engine(params: ModelParams, config: MLAConfig, requests: Sequence[Request],
         num_pages=1 + sum(most[:num_slots]) if settings.num_pages is None else settings.num_pages,
         max_seq_len=max(len(r.prompt) for r in requests) + settings.max_new_tokens,
         kv_format=settings.kv_format,
+        fp8_queries=settings.fp8_queries,
         implementation=settings.implementation,
         speculation=settings.speculation,
         buckets=(num_slots,) if num_slots <= ONE_BUCKET else None,

@@ -55,6 +55,7 @@ class Graphs:
         chunks: ascending numbers of prompt tokens that a step of prefill takes of each row.
         steps: of decoding in one call.
         speculation: how much each of them drafts; None for nothing.
+        fp8_queries: as for `decode`.
         compile_seconds: spent so far.
         compiled: what has been compiled, each once.
     """
@@ -66,12 +67,14 @@ class Graphs:
     chunks: Sequence[int]
     steps: int
     speculation: Speculation | None = None
+    fp8_queries: bool = False
     compile_seconds: float = 0.0
     compiled: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def decode(self, state: DecodeState, slots: jax.Array, greedy: bool) -> tuple[DecodeState, Emitted]:
         """Runs the decode step; slots has the length of a bucket."""
         options = {"config": self.config, "greedy": greedy, "implementation": self.implementation, "steps": self.steps}
+        options["fp8_queries"] = self.fp8_queries
 
         def lower() -> Any:
             if self.speculation is None:

@@ -25,7 +25,7 @@ from mla_jax.speculative.window import MTPWindow, window_after
 
 @partial(
     jax.jit,
-    static_argnames=("config", "speculation", "greedy", "implementation", "steps"),
+    static_argnames=("config", "speculation", "greedy", "implementation", "fp8_queries", "steps"),
     donate_argnames=("state",),
 )
 def speculative_step(
@@ -37,6 +37,7 @@ def speculative_step(
     speculation: Speculation,
     greedy: bool = False,
     implementation: str | Sequence[str] | None = None,
+    fp8_queries: bool = False,
     steps: int = 1,
 ) -> tuple[DecodeState, Emitted]:
     """Drafts tokens for each running slot among `slots`, verifies them in one pass, and emits 1 … A tokens of each;
@@ -53,10 +54,13 @@ def speculative_step(
         state: with a window of A entries (`MTPWindow.create`) and a cache with the draft layer.
         slots: int32 `[b]`, different slots, or N for padding.
         greedy: no slot among them samples, see `sample`.
+        implementation, fp8_queries: as for `decode_step`.
         steps: as for `decode_step`; `Emitted.tokens` has A columns for each.
     """
     return repeat(
-        lambda s: _speculate_once(params, s, slots, config, speculation, greedy, implementation), state, steps
+        lambda s: _speculate_once(params, s, slots, config, speculation, greedy, implementation, fp8_queries),
+        state,
+        steps,
     )
 
 
@@ -68,6 +72,7 @@ def _speculate_once(
     speculation: Speculation,
     greedy: bool,
     implementation: str | Sequence[str] | None,
+    fp8_queries: bool,
 ) -> tuple[DecodeState, Emitted]:
     assert state.mtp is not None and state.mtp.hidden.shape[1] == speculation.most_kept
     running = is_running(state, slots)
@@ -85,6 +90,7 @@ def _speculate_once(
         kv_lens=jnp.where(live, rows_of(lens, slots), 1),
         room=jnp.where(live, rows_of(room, slots), 1),
         implementation=implementation,
+        fp8_queries=fp8_queries,
     )
     sampling = None if greedy else jax.tree.map(lambda x: rows_of(x, slots), state.sampling)
     keys = _keys(rows_of(state.keys, slots), rows.kv_lens, speculation.most_kept)
@@ -127,6 +133,7 @@ def _draft_and_verify(
         rows.block_table,
         cache,
         implementation=rows.implementation,
+        fp8_queries=rows.fp8_queries,
     )
     logits = lm_logits(rows.params, hidden)
     room = jnp.where(window.count > 0, rows.room, 1)  # without a window the draft means nothing

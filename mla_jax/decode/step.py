@@ -38,7 +38,11 @@ class Emitted:
     pages: Int[Array, ""]
 
 
-@partial(jax.jit, static_argnames=("config", "greedy", "implementation", "steps"), donate_argnames=("state",))
+@partial(
+    jax.jit,
+    static_argnames=("config", "greedy", "implementation", "fp8_queries", "steps"),
+    donate_argnames=("state",),
+)
 def decode_step(
     params: ModelParams,
     state: DecodeState,
@@ -47,6 +51,7 @@ def decode_step(
     config: MLAConfig,
     greedy: bool = False,
     implementation: str | Sequence[str] | None = None,
+    fp8_queries: bool = False,
     steps: int = 1,
 ) -> tuple[DecodeState, Emitted]:
     """Feeds the last token of each running slot among `slots` and emits its next, `steps` times.
@@ -58,9 +63,10 @@ def decode_step(
     Args:
         slots: int32 `[b]`, different slots, or N for padding.
         greedy: no slot among them samples, see `sample`.
+        implementation, fp8_queries: static; as for `decode`.
         steps: static; more than one run in a loop on the device, which the host visits once.
     """
-    return repeat(lambda s: _decode_once(params, s, slots, config, greedy, implementation), state, steps)
+    return repeat(lambda s: _decode_once(params, s, slots, config, greedy, implementation, fp8_queries), state, steps)
 
 
 def repeat(
@@ -81,6 +87,7 @@ def _decode_once(
     config: MLAConfig,
     greedy: bool,
     implementation: str | Sequence[str] | None,
+    fp8_queries: bool,
 ) -> tuple[DecodeState, Emitted]:
     running = is_running(state, slots)
     pool, ok = state.pool.extend(state.pool.kv_lens + on_slots(state, slots, running))
@@ -93,6 +100,7 @@ def _decode_once(
         jnp.where(live[:, None], rows_of(pool.block_table, slots), 0),
         state.cache,
         implementation=implementation,
+        fp8_queries=fp8_queries,
     )
     logits = lm_logits(params, hidden[:, 0])
     keys = jax.vmap(jax.random.fold_in)(rows_of(state.keys, slots), rows_of(pool.kv_lens, slots))

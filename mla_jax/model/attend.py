@@ -13,10 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from mla_jax.attention.api import implementation_for, mla_decode, step_schedule
 from mla_jax.attention.merge import merge_states
+from mla_jax.attention.queries import quantize_queries
 from mla_jax.attention.tree import add_nodes
 from mla_jax.cache.formats import PAGE_SIZE, kv_format
 from mla_jax.cache.paged import PagedKVCache
 from mla_jax.config import MLAConfig
+from mla_jax.errors import InputError
 from mla_jax.model.mla import absorb_query, expand_output, plain_attention
 from mla_jax.model.params import AttentionParams
 from mla_jax.schedule import TileSchedule
@@ -48,6 +50,7 @@ def attend_decode(
     tree_mask: Bool[Array, "B S S"] | None = None,
     schedule: Any = None,
     implementation: str | Sequence[str] | None = None,
+    fp8_queries: bool = False,
 ) -> Attend:
     """Writes the S new latents, then `mla_decode` in the absorbed form. kv_lens counts the new tokens."""
 
@@ -55,18 +58,9 @@ def attend_decode(
         layer: int, p: AttentionParams, query: Query, latents: Latents, cache: PagedKVCache
     ) -> tuple[jax.Array, PagedKVCache]:
         cache = cache.write(layer, block_table, positions, latents, valid)
-        out, _ = mla_decode(
-            absorb_query(*query, p.w_uk),
-            cache.layers[layer],
-            block_table,
-            kv_lens,
-            d_v=config.kv_lora_rank,
-            sm_scale=config.sm_scale,
-            kv_scale=cache.scale(layer),
-            tree_mask=tree_mask,
-            schedule=schedule,
-            implementation=implementation,
-        )
+        q = absorb_query(*query, p.w_uk)
+        how = {"tree_mask": tree_mask, "schedule": schedule, "implementation": implementation}
+        out, _ = _decode_layer(config, q, cache, layer, block_table, kv_lens, fp8_queries, **how)
         return expand_output(out, p.w_uv), cache
 
     return attend
@@ -80,6 +74,7 @@ def attend_tree(
     *,
     schedule: Any = None,
     implementation: str | Sequence[str] | None = None,
+    fp8_queries: bool = False,
 ) -> Attend:
     """S nodes of a tree whose rows stay out of the paged cache: over the prefix there, and the rows that each sees.
 
@@ -93,22 +88,38 @@ def attend_tree(
         paged, earlier = cache
         rows = jnp.concatenate([earlier, latents], axis=1)
         q = absorb_query(*query, p.w_uk)
-        prefix = mla_decode(
-            q,
-            paged.layers[layer],
-            block_table,
-            prefix_lens,
-            d_v=config.kv_lora_rank,
-            sm_scale=config.sm_scale,
-            causal=False,
-            kv_scale=paged.scale(layer),
-            schedule=schedule,
-            implementation=implementation,
-        )
+        how = {"causal": False, "schedule": schedule, "implementation": implementation}
+        prefix = _decode_layer(config, q, paged, layer, block_table, prefix_lens, fp8_queries, **how)
         out, _ = add_nodes(prefix, q, rows, seen, logit_scale=config.sm_scale)
         return expand_output(out, p.w_uv), (paged, rows)
 
     return attend
+
+
+def _decode_layer(
+    config: MLAConfig,
+    q: Float[Array, "B S H D"],
+    cache: PagedKVCache,
+    layer: int,
+    block_table: Int[Array, "B M"],
+    kv_lens: Int[Array, "B"],
+    fp8_queries: bool,
+    **how: Any,
+) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
+    """`mla_decode` over a layer of the cache, in q's dtype, with q rounded to e4m3 row by row where wanted."""
+    given, q_scale = quantize_queries(q) if fp8_queries else (q, None)
+    out, lse = mla_decode(
+        given,
+        cache.layers[layer],
+        block_table,
+        kv_lens,
+        d_v=config.kv_lora_rank,
+        sm_scale=config.sm_scale,
+        q_scale=q_scale,
+        kv_scale=cache.scale(layer),
+        **how,
+    )
+    return out.astype(q.dtype), lse
 
 
 def attend_prefill(
@@ -172,14 +183,29 @@ def _causal(latents: Latents) -> Bool[Array, "B S S"]:
     return jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (num_requests, num_tokens, num_tokens))
 
 
+def check_fp8_queries(fp8_queries: bool, kv_format_name: str) -> None:
+    """Raises ValueError if queries are to be in e4m3 and the cache, of this format or alias, is not."""
+    if fp8_queries and (found := kv_format(kv_format_name).name) != "fp8_e4m3":
+        raise InputError(f"FP8 queries need a cache in fp8_e4m3 (--kv-format, kv_format), got {found}.")
+
+
 def attention_implementation(
-    config: MLAConfig, dtype: Any, kv_format_name: str, wanted: str | Sequence[str] | None
+    config: MLAConfig,
+    dtype: Any,
+    kv_format_name: str,
+    wanted: str | Sequence[str] | None,
+    *,
+    fp8_queries: bool = False,
 ) -> str:
-    """The implementation of `mla_decode` that a model of this dtype and cache format will use here."""
-    query = jax.ShapeDtypeStruct((1, 1, config.num_heads, config.latent_dim), dtype)
+    """The implementation of `mla_decode` that a model of this dtype and cache format will use here.
+
+    Raises ValueError for FP8 queries with another cache than fp8_e4m3.
+    """
+    check_fp8_queries(fp8_queries, kv_format_name)
+    query = _query_like((1, 1), config, dtype, fp8_queries)
     chosen = kv_format(kv_format_name)
     cache = jax.ShapeDtypeStruct((1, PAGE_SIZE, chosen.row_width(config.latent_dim)), chosen.dtype)
-    return implementation_for(wanted, query, cache)
+    return implementation_for(wanted, query, cache, row_scales=fp8_queries)
 
 
 def schedule_for_layers(
@@ -189,8 +215,20 @@ def schedule_for_layers(
     cache: PagedKVCache,
     kv_lens: Int[Array, "B"],
     implementation: str | Sequence[str] | None,
+    *,
+    fp8_queries: bool = False,
 ) -> TileSchedule | None:
-    """What all layers of a step share, if the implementation divides its work; dtype is that of the queries."""
-    query = jax.ShapeDtypeStruct((*tokens.shape, config.num_heads, config.latent_dim), dtype)
+    """What all layers of a step share, if the implementation divides its work; dtype is that of the weights.
+
+    Raises ValueError for FP8 queries with another cache than fp8_e4m3.
+    """
+    check_fp8_queries(fp8_queries, cache.format.name)
+    query = _query_like(tokens.shape, config, dtype, fp8_queries)
     layer = jax.ShapeDtypeStruct(cache.layers[0].shape, cache.layers[0].dtype)
-    return step_schedule(implementation, query, layer, kv_lens)
+    return step_schedule(implementation, query, layer, kv_lens, row_scales=fp8_queries)
+
+
+def _query_like(shape: tuple[int, ...], config: MLAConfig, dtype: Any, fp8_queries: bool) -> jax.ShapeDtypeStruct:
+    """What `mla_decode` gets for tokens `[B, S]`."""
+    dtype = jnp.float8_e4m3fn if fp8_queries else dtype
+    return jax.ShapeDtypeStruct((*shape, config.num_heads, config.latent_dim), dtype)

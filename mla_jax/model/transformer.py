@@ -73,6 +73,7 @@ def decode(
     *,
     implementation: str | Sequence[str] | None = None,
     schedule: Any = None,
+    fp8_queries: bool = False,
 ) -> tuple[Float[Array, "B S E"], PagedKVCache]:
     """Runs S new tokens of each request, absorbed form, reading everything from the cache.
 
@@ -81,12 +82,14 @@ def decode(
         kv_lens: int32 `[B]`, counting them. Tokens before the start of a request (kv_lens < S) are ignored.
         block_table, cache: as for `prefill`.
         implementation, schedule: as for `mla_decode`; by default one schedule is made here and shared by all layers.
+        fp8_queries: static; rounds what `mla_decode` gets to e4m3, row by row (`quantize_queries`). For a cache in
+            fp8_e4m3.
 
     Returns:
         Hidden states `[B, S, E]` after the final norm and the cache, the latents of the new tokens in it.
 
     Raises:
-        ValueError: the cache has fewer layers or other rows than the model.
+        ValueError: the cache has fewer layers or other rows than the model, or is not fp8_e4m3 under FP8 queries.
         NotImplementedError: the implementation cannot run here.
 
     Cost: every weight is read once, and in each layer what `mla_decode` reads. Donate the cache to the jitted function
@@ -94,9 +97,18 @@ def decode(
     """
     positions = new_positions(kv_lens, tokens.shape[1])
     if schedule is None:
-        schedule = schedule_for_layers(config, tokens, params.embed.dtype, cache, kv_lens, implementation)
+        schedule = schedule_for_layers(
+            config, tokens, params.embed.dtype, cache, kv_lens, implementation, fp8_queries=fp8_queries
+        )
     attend = attend_decode(
-        config, block_table, kv_lens, positions, positions >= 0, implementation=implementation, schedule=schedule
+        config,
+        block_table,
+        kv_lens,
+        positions,
+        positions >= 0,
+        implementation=implementation,
+        schedule=schedule,
+        fp8_queries=fp8_queries,
     )
     return decode_stack(params, config, tokens, positions, cache, attend)
 

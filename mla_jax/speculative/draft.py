@@ -36,6 +36,7 @@ class Drafter:
         block_table: int32 `[B, M]`, pages for kv_lens + room tokens.
         kv_lens: int32 `[B]`, L.
         room: int32 `[B]`, rows behind L that a request may write; a chain leaves its rows there.
+        implementation, fp8_queries: as for `decode`.
     """
 
     params: ModelParams
@@ -44,6 +45,7 @@ class Drafter:
     kv_lens: Int[Array, "B"]
     room: Int[Array, "B"]
     implementation: str | Sequence[str] | None = None
+    fp8_queries: bool = False
 
     def draft(
         self,
@@ -112,7 +114,12 @@ class Drafter:
         for depth in range(2, speculation.steps + 1):
             positions = jnp.broadcast_to(self.kv_lens[:, None] + (depth - 2), frontier.tokens.shape)
             attend = attend_tree(
-                self.config, self.block_table, self.kv_lens, frontier.seen, implementation=self.implementation
+                self.config,
+                self.block_table,
+                self.kv_lens,
+                frontier.seen,
+                implementation=self.implementation,
+                fp8_queries=self.fp8_queries,
             )
             states, (_, rows) = self._run(frontier.hidden, frontier.tokens, positions, (cache, rows), attend)
             found = _children(self.params, states, frontier, k)
@@ -125,7 +132,13 @@ class Drafter:
         self, kv_lens: Int[Array, "B"], positions: Int[Array, "B S"], valid: Bool[Array, "B S"]
     ) -> Attend:
         return attend_decode(
-            self.config, self.block_table, kv_lens, positions, valid, implementation=self.implementation
+            self.config,
+            self.block_table,
+            kv_lens,
+            positions,
+            valid,
+            implementation=self.implementation,
+            fp8_queries=self.fp8_queries,
         )
 
     def _run(

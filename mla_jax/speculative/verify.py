@@ -27,6 +27,7 @@ def verify(
     cache: PagedKVCache,
     *,
     implementation: str | Sequence[str] | None = None,
+    fp8_queries: bool = False,
 ) -> tuple[Float[Array, "B J E"], PagedKVCache]:
     """Runs the model over all J nodes at once; each sees the prefix, its ancestors and itself.
 
@@ -36,6 +37,7 @@ def verify(
     Args:
         kv_lens: int32 `[B]`, tokens in the cache, none of the draft's.
         room: int32 `[B]`, rows behind them for which pages are owned.
+        implementation, fp8_queries: as for `decode`.
 
     Returns:
         States after the final norm, and the cache.
@@ -50,9 +52,16 @@ def verify(
         nodes < room[:, None],
         tree_mask=None if speculation.is_chain else ancestors(draft, speculation.steps),
         schedule=schedule_for_layers(
-            config, draft.tokens, params.embed.dtype, cache, kv_lens + num_nodes, implementation
+            config,
+            draft.tokens,
+            params.embed.dtype,
+            cache,
+            kv_lens + num_nodes,
+            implementation,
+            fp8_queries=fp8_queries,
         ),
         implementation=implementation,
+        fp8_queries=fp8_queries,
     )
     return decode_stack(params, config, draft.tokens, kv_lens[:, None] + draft.depths, cache, attend)
 

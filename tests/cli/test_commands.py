@@ -84,6 +84,21 @@ def test_evaluate_json(capsys: pytest.CaptureFixture) -> None:
     assert 1.5 < report["bits_per_byte"] < 2.1
 
 
+def test_queries_in_e4m3_cost_the_demo_model_little(capsys: pytest.CaptureFixture) -> None:
+    argv = ["--max-bytes", "4352", "--kv-format", "fp8", "--fp8-queries", "--against", "bf16"]
+    report = run_json(capsys, "evaluate", *argv)
+    assert report["fp8_queries"] and report["kv_format"] == "fp8_e4m3" and report["top1_agreement"] > 0.97
+    bits, bf16_bits = report["bits_per_byte"], report["bits_per_byte_against"]
+    assert bits != bf16_bits and abs(bits / bf16_bits - 1) < 2e-3
+
+
+def test_generate_with_queries_in_e4m3(capsys: pytest.CaptureFixture) -> None:
+    argv = ["generate", "ROMEO: ", "--max-new-tokens", "12", "--kv-format", "fp8", "--fp8-queries"]
+    assert run_json(capsys, *argv)["fp8_queries"] is True
+    assert main(argv) == 0
+    assert "cache in fp8_e4m3, queries in e4m3" in capsys.readouterr().out
+
+
 def test_info(capsys: pytest.CaptureFixture) -> None:
     report = run_json(capsys, "info")
     assert report["default_implementation"] in report["implementations"]
@@ -107,6 +122,10 @@ def checkpoint(tmp_path: Path, **changes: object) -> Path:
     [
         (["generate", "--kv-format", "int3"], ["'int3'", "bf16"]),
         (["generate", "--implementation", "cuda"], ["'cuda'", "xla"]),
+        (["generate", "--fp8-queries", "x"], ["need a cache in fp8_e4m3 (--kv-format", "got bf16"]),
+        (["generate", "--fp8-queries", "--kv-format", "fp8_ds_mla", "x"], ["fp8_e4m3", "got fp8_ds_mla"]),
+        (["generate", "--fp8-queries", "--kv-format", "int3", "x"], ["'int3'", "bf16"]),
+        (["evaluate", "--fp8-queries"], ["need a cache in fp8_e4m3 (--kv-format", "got bf16"]),
         (["generate", "--max-new-tokens", "0"], ["at least 1"]),
         (["generate", "--temperature", "-1"], ["temperature"]),
         (["generate", "--top-p", "2"], ["top_p"]),

@@ -17,8 +17,8 @@ def test_accept_lengths_greedy_and_at_temperature_1(monkeypatch, capsys):
     """The measurement itself has tests of its own, and takes minutes."""
     asked = []
 
-    def measured(params, config, tokens, speculation, *, temperature, kv_format, implementation):
-        asked.append((len(tokens), speculation, temperature, kv_format, implementation))
+    def measured(params, config, tokens, speculation, *, temperature, kv_format, fp8_queries, implementation):
+        asked.append((len(tokens), speculation, temperature, kv_format, fp8_queries, implementation))
         return AcceptLength(2.5 - temperature, {1: 3, 4: 3})
 
     monkeypatch.setattr(evaluate, "accept_length", measured)
@@ -30,7 +30,7 @@ def test_accept_lengths_greedy_and_at_temperature_1(monkeypatch, capsys):
     assert (report["accept_length"], report["accept_length_t1"], report["draft_steps"]) == (2.5, 1.5, 3)
     assert report["accept_histogram"] == report["accept_histogram_t1"] == {"1": 3, "4": 3}
     assert report["bits_per_byte"] == 2.0
-    assert asked == [(512, Speculation(3, 4, 8), t, "fp32", None) for t in (0.0, 1.0)]
+    assert asked == [(512, Speculation(3, 4, 8), t, "fp32", False, None) for t in (0.0, 1.0)]
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,12 @@ class PagedRun:
         )
         return [np.asarray(row[:count]) for row, count in zip(hidden, counts, strict=True)]
 
-    def decode(self, pieces: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def decode(self, pieces: Sequence[np.ndarray], fp8_queries: bool = False) -> list[np.ndarray]:
         """As many new tokens of every request, read from the cache in the absorbed form."""
         tokens = jnp.asarray(np.stack(pieces), jnp.int32)
         self._grow(np.full(tokens.shape[0], tokens.shape[1], np.int32))
         logits, self.cache = JITTED.decode(
-            self.params, self.config, tokens, self.pool.kv_lens, self.pool.block_table, self.cache
+            self.params, self.config, tokens, self.pool.kv_lens, self.pool.block_table, self.cache, fp8_queries
         )
         return list(np.asarray(logits))
 
@@ -83,14 +83,19 @@ def prefill_logits(params, config, tokens, counts, prefix_lens, block_table, cac
     return lm_logits(params, hidden), cache
 
 
-def decode_logits(params, config, tokens, kv_lens, block_table, cache):
-    hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, implementation="xla")
+def decode_logits(params, config, tokens, kv_lens, block_table, cache, fp8_queries):
+    how = {"implementation": "xla", "fp8_queries": fp8_queries}
+    hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, **how)
     return lm_logits(params, hidden), cache
 
 
 JITTED = SimpleNamespace(
     **{
-        name: jax.jit(function, static_argnums=1, compiler_options=QUICK)
-        for name, function in (("forward", logits_of), ("prefill", prefill_logits), ("decode", decode_logits))
+        name: jax.jit(function, static_argnums=static, compiler_options=QUICK)
+        for name, function, static in (
+            ("forward", logits_of, 1),
+            ("prefill", prefill_logits, 1),
+            ("decode", decode_logits, (1, 6)),
+        )
     }
 )

@@ -12,6 +12,7 @@ from paged_run import JITTED, PagedRun
 
 from mla_jax.config import MLAConfig, YarnConfig
 from mla_jax.decode.calibrate import calibrate
+from mla_jax.errors import InputError
 from mla_jax.model import attend
 from mla_jax.model.cache import create_cache
 from mla_jax.model.params import ModelParams
@@ -55,10 +56,10 @@ def prefill(model: Model, widths: list[int], kv_format: str) -> np.ndarray:
     return np.concatenate(logits)
 
 
-def decoded(model: Model, kv_format: str) -> np.ndarray:
+def decoded(model: Model, kv_format: str, fp8_queries: bool = False) -> np.ndarray:
     run = start(model, kv_format)
     run.prefill([TOKENS[:60]], 150)
-    return np.concatenate([run.decode([TOKENS[at : at + 6]])[0] for at in range(60, 150, 6)])
+    return np.concatenate([run.decode([TOKENS[at : at + 6]], fp8_queries)[0] for at in range(60, 150, 6)])
 
 
 def rms(x: np.ndarray) -> float:
@@ -80,6 +81,19 @@ def test_chunks_and_decode_read_what_the_format_keeps(model, exact, kv_format, s
     borders, steps = rms(prefill(model, [64, 75, 11], kv_format) - whole), rms(decoded(model, kv_format) - whole[60:])
     print(f"{kv_format}: rounding {rounding:.1e}, chunks {borders:.1e}, decode {steps:.1e}")
     assert borders < 0.1 * rounding and steps < 0.1 * rounding
+
+
+def test_queries_in_e4m3_change_as_little_as_the_cache_does(model, exact):
+    plain, rounded = (decoded(model, "fp8_e4m3", fp8_queries) for fp8_queries in (False, True))
+    cost, format_cost = rms(rounded - plain), rms(plain - exact[60:])
+    print(f"queries {cost:.1e}, cache {format_cost:.1e}")
+    assert 0.1 * format_cost < cost < 2 * format_cost  # 4 bits are kept of both
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8_ds_mla"])
+def test_queries_in_e4m3_want_such_a_cache(model, kv_format):
+    with pytest.raises(InputError, match=f"FP8 queries need a cache in fp8_e4m3 .*, got {kv_format}"):
+        decoded(model, kv_format, fp8_queries=True)
 
 
 @pytest.mark.parametrize("kv_format", FP8)
