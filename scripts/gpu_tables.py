@@ -5,6 +5,7 @@ from typing import Any
 from scripts.results import CPU, GPU, grouped, is_measured, microseconds, newest, table
 
 DRAFTS = {"off": "none", "1-1-2": "chain 1-1-2", "3-1-4": "chain 3-1-4", "3-4-8": "tree 3-4-8"}
+E4M3_QUERIES = "fp8_e4m3+q"  # what end_to_end.py calls an FP8 cache under queries in e4m3
 STACKS = {(16, 8): "16 (an 8-way split), 8", (16, 32): "16, 32", (128, 32): "128, 32"}  # heads, requests
 
 
@@ -92,9 +93,11 @@ def end_to_end() -> str:
     one_size = {way: next(r["cache_against_plain"] for key, r in rows.items() if key[2:] == way) for way in ways}
     lines.append(("cache, relative", *(f"{one_size[way]:.2f}" for way in ways)))
     head = (kv_format if draft == "off" else f"{DRAFTS[draft]}, {kv_format}" for draft, kv_format in ways)
+    rounded = any(kv_format == E4M3_QUERIES for _, kv_format in ways)
+    queries = f"in bf16, or in e4m3 under `{E4M3_QUERIES}`" if rounded else "in bf16"
     return (
         "Drafts and FP8 caches together, in such a stack with random latents in its cache and the model's own queries "
-        f"in bf16. µs per step, tokens/s as above, and how much more than with {ways[0][1]} and no drafts:\n\n"
+        f"{queries}. µs per step, tokens/s as above, and how much more than with {ways[0][1]} and no drafts:\n\n"
         + table(("heads, requests", *head), lines)
         + f"\n\n{_fp8_steps(rows)}"
         + f"\n\n[Results]({file}), also for drafts whose tokens are each right with a given probability: "
@@ -103,10 +106,20 @@ def end_to_end() -> str:
 
 
 def _fp8_steps(rows: dict[tuple[int, int, str, str], dict[str, Any]]) -> str:
-    """Where an FP8 cache makes a step faster than bf16 with the same draft."""
+    """Where an FP8 cache makes a step faster than bf16 with the same draft, with queries in bf16 and in e4m3."""
+    if not any(key[3] == E4M3_QUERIES for key in rows):
+        return f"So the FP8 cache is for its size: it {_gain(rows, 'fp8_e4m3')}."
+    parts = [f"With queries in e4m3 (`--fp8-queries`) an FP8 cache {_gain(rows, E4M3_QUERIES)}."]
+    if any(key[3] == "fp8_e4m3" for key in rows):
+        parts.append(f"With queries in bf16 it {_gain(rows, 'fp8_e4m3')}.")
+    return " ".join(parts)
+
+
+def _gain(rows: dict[tuple[int, int, str, str], dict[str, Any]], format_name: str) -> str:
+    """In how many cases this format is faster than bf16 with the same draft, and by how much."""
     times = {}
     for (heads, batch, draft, kv_format), row in rows.items():
-        if kv_format == "fp8_e4m3" and (base := rows.get((heads, batch, draft, "bf16"))):
+        if kv_format == format_name and (base := rows.get((heads, batch, draft, "bf16"))):
             times[heads, batch, draft] = row["wall_us"] / base["wall_us"] - 1
     faster = [
         f"{heads} heads, {batch} requests {'without drafts' if draft == 'off' else f'and {DRAFTS[draft]}'}"
@@ -114,10 +127,10 @@ def _fp8_steps(rows: dict[tuple[int, int, str, str], dict[str, Any]]) -> str:
         if more < 0
     ]
     least, most = min(times.values()), max(times.values())
+    named = f" ({'; '.join(faster)})" if 0 < len(faster) < len(times) else ""
     return (
-        f"So the FP8 cache is for its size: it makes a step faster in {len(faster)} of {len(times)} cases"
-        f"{' (' + '; '.join(faster) + ')' if faster else ''}, and changes its time by {100 * least:+.0f} to "
-        f"{100 * most:+.0f} %."
+        f"makes a step faster in {len(faster)} of {len(times)} cases{named}, and changes its time by "
+        f"{100 * least:+.0f} to {100 * most:+.0f} %"
     )
 
 

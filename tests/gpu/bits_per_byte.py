@@ -2,7 +2,7 @@
 
 The held-out sample through `evaluate`, weights in bf16: the second half of each window goes through `mla_decode`, 32
 tokens a step or one, as when it writes. `excess` is relative to "xla" with a bf16 cache and as many tokens a step.
-The model's own queries are bf16; for those in e4m3 its call of `mla_decode` is wrapped.
+Queries are bf16, or e4m3 with a factor for each row (`fp8_queries`).
 """
 
 import argparse
@@ -22,11 +22,8 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import stack
 
-from mla_jax.attention.api import mla_decode
-from mla_jax.cache.codec import E4M3_MAX, quantize_kv
 from mla_jax.decode.accept import accept_length
 from mla_jax.decode.calibrate import calibrate
 from mla_jax.decode.evaluate import evaluate
@@ -119,10 +116,10 @@ def score(job: Job) -> dict[str, Any]:
     if cache.calibrated:
         params = replace(params, kv_scales=calibrate(params, config, list(CALIBRATION.read_bytes())).scales)
     text = list(HELDOUT.read_bytes())
-    how = {"kv_format": cache.kv_format, "implementation": job.implementation}
+    how = {"kv_format": cache.kv_format, "fp8_queries": cache.e4m3_queries, "implementation": job.implementation}
     row: dict[str, Any] = {"implementation": job.implementation, "cache": job.cache}
     row |= {"tokens_per_step": job.tokens_per_step, "device": jax.devices()[0].device_kind}
-    with patched(job, cache):
+    with patched(job):
         try:
             found = evaluate(params, config, text[: job.max_bytes], **how)
         except NotImplementedError as e:
@@ -137,20 +134,13 @@ def score(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def patched(job: Job, cache: Cache) -> Iterator[None]:
-    """So many tokens a step and windows at a time, and queries in e4m3 where wanted."""
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch("mla_jax.decode.evaluate.DECODE_CHUNK", job.tokens_per_step))
-        patches.enter_context(mock.patch("mla_jax.decode.evaluate.BATCH", job.windows))
-        if cache.e4m3_queries:
-            patches.enter_context(mock.patch("mla_jax.model.attend.mla_decode", with_e4m3_queries))
+def patched(job: Job) -> Iterator[None]:
+    """So many tokens a step and windows at a time."""
+    with (
+        mock.patch("mla_jax.decode.evaluate.DECODE_CHUNK", job.tokens_per_step),
+        mock.patch("mla_jax.decode.evaluate.BATCH", job.windows),
+    ):
         yield
-
-
-def with_e4m3_queries(q: jax.Array, *arrays: jax.Array, **options: Any) -> Any:
-    """`mla_decode`, one scale for the queries of a call. A schedule made for bf16 ones is not theirs."""
-    scale = jnp.maximum(jnp.max(jnp.abs(q)).astype(jnp.float32), 1e-30) / E4M3_MAX
-    return mla_decode(quantize_kv(q, "fp8_e4m3", scale), *arrays, **options | {"q_scale": scale, "schedule": None})
 
 
 def add_excess(row: dict[str, Any], earlier: list[dict[str, Any]]) -> None:

@@ -60,6 +60,11 @@ def demo() -> tuple[MLAConfig, ModelParams]:
     return load_checkpoint(CHECKPOINT, jnp.bfloat16)
 
 
+def cache_and_queries(name: str) -> tuple[str, bool]:
+    """The cache's format, and whether queries are in e4m3 too: of "bf16", "fp8_e4m3", "fp8_e4m3+q"."""
+    return name.removesuffix("+q"), name.endswith("+q")
+
+
 def running_state(
     config: MLAConfig,
     params: ModelParams,

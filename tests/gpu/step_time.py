@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=400)
-    parser.add_argument("--formats", nargs="+", default=["bf16"])
+    parser.add_argument("--formats", nargs="+", default=["bf16"], help="fp8_e4m3+q is with queries in e4m3 too")
     parser.add_argument("--implementations", nargs="+", default=["xla", "mosaic_gpu"])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 8], help="decode steps per call")
     parser.add_argument("--run", type=int, default=96, metavar="N", help="steps in a row, which are timed three times")
@@ -65,11 +65,12 @@ def main() -> None:
         steps = [pool.submit(compile_step, config, shapes, b, args.context, room, *how) for b, *how in cases]
     turn = wait_for_turn(args.meet, args.after)  # noqa: F841 (held until the process ends)
     params = jax.block_until_ready(make_params())  # not before: others wait with theirs too, and a GPU holds few
-    for (batch, kv_format, implementation, per_call, mtp), step in zip(cases, steps, strict=True):
+    for (batch, name, implementation, per_call, mtp), step in zip(cases, steps, strict=True):
+        kv_format, _ = stack.cache_and_queries(name)
         case = {"model": args.model, "layers": config.num_layers, "heads": config.num_heads, "batch": batch}
         case |= {
             "context": args.context,
-            "kv_format": kv_format,
+            "kv_format": name,
             "implementation": implementation,
             "steps_per_call": per_call,
             "mtp": mtp,
@@ -119,17 +120,19 @@ def compile_step(
     batch: int,
     context: int,
     room: int,
-    kv_format: str,
+    name: str,
     implementation: str,
     steps: int,
     mtp: str,
 ) -> tuple[Any, dict[str, float]]:
     """The executable, and what it took. Several at a time take longer each. Shapes of the weights will do."""
     speculation = speculation_of(mtp)
+    kv_format, fp8_queries = stack.cache_and_queries(name)
     state = jax.eval_shape(lambda: stack.running_state(config, params, batch, context, room, kv_format, speculation))
     slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
     started = time.perf_counter()
     options = {"config": config, "greedy": True, "implementation": implementation, "steps": steps}
+    options["fp8_queries"] = fp8_queries
     if speculation is None:
         lowered = decode_step.lower(params, state, slots, **options)
     else:
