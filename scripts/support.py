@@ -36,13 +36,15 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Call:
-    """One kind of call: the cache's format, the queries' dtype, new tokens, heads, and whether there is a tree mask."""
+    """One kind of call: the cache's format, the queries' dtype, new tokens, heads, whether there is a tree mask, and
+    whether each query row has a scale of its own."""
 
     kv_format: str
     dtype: Any = jnp.bfloat16
     tokens: int = 1
     heads: int = 64
     tree: bool = False
+    row_scales: bool = False
 
     @property
     def is_legal(self) -> bool:
@@ -52,7 +54,8 @@ class Call:
     def reason_against(self, name: str) -> str | None:
         """What the implementation says against it on this machine."""
         mask = jax.ShapeDtypeStruct((2, self.tokens, self.tokens), jnp.bool_) if self.tree else None
-        return IMPLEMENTATIONS[name].cannot_run(*self._arrays, d_v=LATENT, tree_mask=mask)
+        options = {"d_v": LATENT, "tree_mask": mask, "row_scales": self.row_scales}
+        return IMPLEMENTATIONS[name].cannot_run(*self._arrays, **options)
 
     @property
     def _arrays(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
@@ -75,7 +78,7 @@ def pretend(device: Any) -> Iterator[None]:
 
 def support() -> str:
     """Markdown: a line per implementation and cache format, formats that are alike in one line."""
-    head = ("implementation", "cache", "queries", "new tokens", "tree mask", "heads", *MACHINES)
+    head = ("implementation", "cache", "queries", "a `q_scale` per row", "new tokens", "tree mask", "heads", *MACHINES)
     lines = [head, ("---",) * len(head)]
     for name in IMPLEMENTATIONS:
         rows: dict[tuple[str, ...], list[str]] = {}
@@ -88,19 +91,20 @@ def support() -> str:
 
 
 def _row(name: str, kv_format: str) -> tuple[str, ...]:
-    """queries, new tokens, tree mask, heads, and a cell per machine."""
+    """queries, their scales, new tokens, tree mask, heads, and a cell per machine."""
     found = {}
     for machine, device in MACHINES.items():
         with pretend(device):
             found[machine] = _limits(name, kv_format)
-    known = {limits for limits in found.values() if limits is not None} or {(NONE,) * 4}
+    known = {limits for limits in found.values() if limits is not None} or {(NONE,) * 5}
     assert len(known) == 1, f"{name}'s limits for {kv_format} differ between machines, which a line cannot say"
     machines = (_machine_cell(name, kv_format, device, found[m] is not None) for m, device in MACHINES.items())
     return (*known.pop(), *machines)
 
 
 def _limits(name: str, kv_format: str) -> tuple[str, ...] | None:
-    """Queries, new tokens, tree masks and heads in reach on this machine; None if the format is not."""
+    """Queries, scales for their rows, new tokens, tree masks and heads in reach on this machine; None if the format is
+    not."""
     # 64 heads are in reach of every kernel; the dtype is the first that is admitted.
     dtypes = [d for d in QUERY_DTYPES if (c := Call(kv_format, d)).is_legal and c.reason_against(name) is None]
     if not dtypes:
@@ -110,7 +114,9 @@ def _limits(name: str, kv_format: str) -> tuple[str, ...] | None:
     trees = _range(TOKENS, lambda n: Call(kv_format, dtype, tokens=n, tree=True).reason_against(name) is None)
     heads = _range(HEADS, lambda n: Call(kv_format, dtype, heads=n).reason_against(name) is None)
     queries = ", ".join(NAMES[jnp.dtype(d).name] for d in dtypes)
-    return queries, tokens, trees, heads
+    scaled = {Call(kv_format, d, row_scales=True).reason_against(name) is None for d in dtypes}
+    assert len(scaled) == 1, f"{name} takes scales for rows of some queries only, which a line cannot say"
+    return queries, "yes" if scaled.pop() else NONE, tokens, trees, heads
 
 
 def _range(values: tuple[int, ...], admitted: Callable[[int], bool]) -> str:
