@@ -10,6 +10,7 @@ CACHES = {
     "bf16": "`bf16`",
     "fp8_e4m3, scale 1": "`fp8_e4m3` (or `fp8`)",
     "fp8_e4m3, calibrated": "`fp8_e4m3`, calibrated",
+    "fp8_e4m3, calibrated, e4m3 queries": "`fp8_e4m3`, calibrated, with `--fp8-queries`",
     "fp8_ds_mla": "`fp8_ds_mla`",
     "broken: scale on one side only": "broken on purpose: `fp8_e4m3` scaled on one side only",
     "broken: an outlier decides the scale": "broken on purpose: an outlier, 30,000 times the rest, decides the scale",

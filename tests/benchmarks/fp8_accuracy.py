@@ -1,8 +1,8 @@
 """What an FP8 latent cache costs the demo model: `python tests/benchmarks/fp8_accuracy.py [--json FILE]`.
 
 Bits per byte of the held-out sample, teacher-forced top-1 agreement with the bf16 cache, and tokens per step with one
-drafted by the MTP module, for each FP8 format, for calibrated scales, and for caches that are broken on purpose. The
-broken ones must lose visibly, or the small losses of the others would mean nothing.
+drafted by the MTP module, for each FP8 format, for calibrated scales, for queries in e4m3 too, and for caches that are
+broken on purpose. The broken ones must lose visibly, or the small losses of the others would mean nothing.
 """
 
 import argparse
@@ -53,19 +53,22 @@ def create_broken_cache(*args: Any, **options: Any) -> PagedKVCache:
 
 @dataclass(frozen=True)
 class Row:
-    """One cache: its format, its scales from the calibrated ones (None: no scales), and how it is made."""
+    """One cache: its format, its scales from the calibrated ones (None: no scales), how it is made, and whether queries
+    are in e4m3 too."""
 
     name: str
     kv_format: str
     scales: Callable[[jax.Array], jax.Array] | None = None
     create: Callable[..., PagedKVCache] = create_cache
     is_control: bool = False
+    fp8_queries: bool = False
 
 
 ROWS = (
     Row("bf16", "bf16"),
     Row("fp8_e4m3, scale 1", "fp8_e4m3"),
     Row("fp8_e4m3, calibrated", "fp8_e4m3", lambda scales: scales),
+    Row("fp8_e4m3, calibrated, e4m3 queries", "fp8_e4m3", lambda scales: scales, fp8_queries=True),
     Row("fp8_ds_mla", "fp8_ds_mla"),
     Row("broken: scale on one side only", "fp8_e4m3", lambda scales: scales, create_broken_cache, True),
     Row("broken: an outlier decides the scale", "fp8_e4m3", lambda scales: scales * OUTLIER, is_control=True),
@@ -88,14 +91,14 @@ def measure(
     baseline: Score | None = None
     for row in rows:
         own = replace(params, kv_scales=None if row.scales is None else row.scales(scales))
-        drafts = {}
+        drafts, how = {}, {"kv_format": row.kv_format, "fp8_queries": row.fp8_queries}
         with (
             mock.patch("mla_jax.decode.evaluate.create_cache", row.create),
             mock.patch("mla_jax.decode.engine.create_cache", row.create),
         ):
-            score = evaluate(own, config, tokens, kv_format=row.kv_format)
+            score = evaluate(own, config, tokens, **how)
             if prompts:
-                accepted = accept_length(own, config, prompts, Speculation(1, 1, 2), kv_format=row.kv_format)
+                accepted = accept_length(own, config, prompts, Speculation(1, 1, 2), **how)
                 drafts = {"accept_length": accepted.mean}
         baseline = baseline or score
         yield {
