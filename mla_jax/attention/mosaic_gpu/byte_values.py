@@ -23,6 +23,7 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     rescale_columns,
     store_transposed,
 )
+from mla_jax.attention.mosaic_gpu.pieces import store_columns
 from mla_jax.attention.mosaic_gpu.scores import nonzero
 from mla_jax.attention.mosaic_gpu.supply import Upcoming
 from mla_jax.attention.mosaic_gpu.work import Ref, Side
@@ -103,10 +104,9 @@ def accumulate(cta: BytesWork, side: Side, values: Values) -> None:
         factor = scale / nonzero(plgpu.load(total, layout=COLUMN, optimized=False))
         cta.buffer_free.send(place.buffer)
         output = output * lax.broadcast_in_dim(factor, output.shape, [1])
-        rows, columns = cta.rows, pl.ds(side * HALF, HALF)
-        out, piece = cta.memory.out.at[r, rows, columns], cta.memory.part_out.at[cta.partial_slot(r), rows, columns]
+        out = cta.memory.out.at[r, cta.rows, pl.ds(side * HALF, HALF)]
         pl.when(whole)(lambda: store_transposed(out, output, emulate=cta.emulate))
-        pl.when(~whole)(lambda: store_transposed(piece, output, emulate=cta.emulate))
+        pl.when(~whole)(lambda: store_columns(*cta.piece(r, cta.rows, side), output, emulate=cta.emulate))
         place = place.after_total() if values.total_apart else place.after(config)
         return place, values.after(item)
 

@@ -14,6 +14,7 @@ HALF = LATENT // 2  # value dims that one warpgroup accumulates; also the widest
 ROPE = DIM - LATENT
 TILE = 64  # dims per swizzled column tile of 128 bytes
 WARPGROUP = 128  # threads
+GROUP = 64  # dims of a row of a piece that share a scale
 WORD = 32  # keys whose visibility is in one number of a tree mask
 SHARED_MEMORY = 232_448  # bytes that a CTA may have on Hopper
 REGISTERS = 504  # per thread index, over three warpgroups: each thread starts with 168, more do not exist
@@ -42,7 +43,7 @@ class KernelConfig:
     score_registers: int = 184
     value_registers: int = VALUE_REGISTERS
     held_back: int = 1
-    request_overhead: int = 4
+    request_overhead: int = 2
 
     def __post_init__(self) -> None:
         if not 2 <= self.right_slots <= self.left_slots:

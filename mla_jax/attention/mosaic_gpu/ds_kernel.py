@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.byte_roles import run_roles
-from mla_jax.attention.mosaic_gpu.byte_work import Span
+from mla_jax.attention.mosaic_gpu.byte_values import accumulate
 from mla_jax.attention.mosaic_gpu.config import LATENT, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.ds_config import REDUCTION, DsConfig
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUPS, LINE, LINES
@@ -32,7 +31,8 @@ from mla_jax.attention.mosaic_gpu.persistent import (
     barriers,
     run_persistent,
 )
-from mla_jax.attention.mosaic_gpu.work import Global, Side
+from mla_jax.attention.mosaic_gpu.roles import run_roles
+from mla_jax.attention.mosaic_gpu.work import Global, Side, Span
 from mla_jax.schedule import TileSchedule
 
 
@@ -101,4 +101,4 @@ def _cta_body(problem: Problem, config: DsConfig, emulate: bool, memory: Global,
         full=full,
         **{name: scratch[name] for name in ("scales", "top", "differs")},
     )
-    run_roles(cta, score, DsValues)
+    run_roles(cta, score, lambda cta, side: accumulate(cta, side, DsValues(cta, side)))

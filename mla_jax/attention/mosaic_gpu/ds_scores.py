@@ -69,7 +69,7 @@ def score(cta: DsCta) -> None:
         for signal in cta.scored.values():
             signal.send(place.buffer)
         top = plgpu.load(cta.top, layout=COLUMN, optimized=False)
-        store_lse(cta, segment, top, total, count=False)
+        store_lse(cta, segment, top, total)
         return place.after_total()
 
     cta.for_each_request(request, Place.start())

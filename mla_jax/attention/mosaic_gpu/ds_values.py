@@ -66,7 +66,7 @@ class DsValues:
         cta = self.cta
 
         def issue() -> None:
-            @pl.when(item.request <= cta.end_req)
+            @pl.when(item.request <= cta.span.end_req)
             def _() -> None:
                 plgpu.copy_gmem_to_smem(cta.memory.cache.at[item.page], cta.keys.at[slot], cta.full.at[slot])
 

@@ -131,7 +131,8 @@ def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
     def store(ctx: Any, target: Any, matrix: Any) -> None:
-        itemsize = mgpu_utils.bytewidth(ir.MemRefType(target.type).element_type)
+        element = ir.MemRefType(target.type).element_type
+        itemsize = mgpu_utils.bytewidth(element)
         warp, row, pair = position()
         dim = arith.addi(times(warp, ROWS), times(row, DIMS))
         offset = arith.addi(times(dim, itemsize), times(pair, 2 * LATENT * itemsize))
@@ -146,20 +147,21 @@ def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
                     )
                     for dim in range(DIMS)
                 ]
-                _store_dims(address, (8 * columns + second) * LATENT * itemsize, numbers, itemsize)
+                _store_dims(address, (8 * columns + second) * LATENT * itemsize, numbers, element)
 
     store(target, matrix)
 
 
-def _store_dims(address: Any, offset: int, numbers: list[Any], itemsize: int) -> None:
-    """Eight float32 numbers to global memory, as they are or in bfloat16."""
-    if itemsize == 4:
+def _store_dims(address: Any, offset: int, numbers: list[Any], element: Any) -> None:
+    """Eight float32 numbers to global memory, as they are, in bfloat16 or in float16."""
+    if mgpu_utils.bytewidth(element) == 4:
         code = (
             f"st.global.v4.f32 [$8 + {offset}], {{$0, $1, $2, $3}};"
             f"st.global.v4.f32 [$8 + {offset + 16}], {{$4, $5, $6, $7}};"
         )
     else:
-        narrow = "".join(f"cvt.rn.bf16x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
+        kind = "bf16" if isinstance(element, ir.BF16Type) else "f16"
+        narrow = "".join(f"cvt.rn.{kind}x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
         code = "{ .reg .b32 w<4>;" + narrow + f"st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}"
     ptx(code, *numbers, address)
 

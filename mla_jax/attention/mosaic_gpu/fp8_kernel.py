@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.byte_roles import run_roles
-from mla_jax.attention.mosaic_gpu.byte_work import Span
+from mla_jax.attention.mosaic_gpu.byte_values import accumulate
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
@@ -28,7 +27,8 @@ from mla_jax.attention.mosaic_gpu.persistent import (
     barriers,
     run_persistent,
 )
-from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots
+from mla_jax.attention.mosaic_gpu.roles import run_roles
+from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots, Span
 from mla_jax.schedule import TileSchedule
 
 
@@ -108,4 +108,4 @@ def _cta_body(
         part=part,
         row_block=lax.axis_index("row_block"),
     )
-    run_roles(cta, score, Fp8Values)
+    run_roles(cta, score, lambda cta, side: accumulate(cta, side, Fp8Values(cta, side)))

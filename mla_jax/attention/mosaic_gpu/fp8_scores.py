@@ -60,7 +60,7 @@ def score(cta: Fp8Cta) -> None:
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, place = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
         softmax = _publish(cta, segment, last, place, softmax, products, logit_scale, masked=True, last=True)
-        store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1), count=False)
+        store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1))
         return place.after(config)
 
     cta.for_each_request(request, Place.start())

@@ -111,22 +111,6 @@ def rescale(matrix: jax.Array, factor: jax.Array, *, emulate: bool) -> jax.Array
     return multiply(matrix, factor)
 
 
-def store_rows(target: Ref, matrix: jax.Array, rows: int) -> None:
-    """Store the first `rows` of a (64, n) MATRIX in global memory, and maybe some more: warps hold 16 rows each."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-    def store(ctx: Any, target: Any, matrix: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        warp = arith.divui(arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(WARPGROUP, i32)), mgpu_utils.c(32, i32))
-        used = arith.cmpi(arith.CmpIPredicate.ult, warp, mgpu_utils.c(-(-rows // 16), i32))
-        branch: Any = scf.IfOp(used)  # type: ignore[call-arg]
-        with ir.InsertionPoint(branch.then_block):
-            matrix.store_untiled(target, optimized=False)
-            scf.yield_([])
-
-    store(target, matrix)
-
-
 def publish() -> None:
     """Let the whole GPU see this warpgroup's stores to global memory before what it stores, or counts, later."""
 
@@ -151,12 +135,6 @@ def add_one(counter: Ref) -> None:
         )
 
     add(counter)
-
-
-def count_up(counter: Ref) -> None:
-    """Publish this warpgroup's stores to global memory, then add 1 to a counter there."""
-    publish()
-    add_one(counter)
 
 
 def wait_for_count(counter: Ref, count: jax.Array) -> None:

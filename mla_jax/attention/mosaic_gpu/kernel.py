@@ -17,10 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.combine import merge
 from mla_jax.attention.mosaic_gpu.config import (
     HALF,
     PAGE,
@@ -31,17 +29,14 @@ from mla_jax.attention.mosaic_gpu.config import (
 )
 from mla_jax.attention.mosaic_gpu.hardware import TILED
 from mla_jax.attention.mosaic_gpu.persistent import (
-    SCORE,
-    VALUES_LEFT,
-    VALUES_RIGHT,
     Signals,
     barriers,
     run_persistent,
-    set_registers,
 )
+from mla_jax.attention.mosaic_gpu.roles import run_roles
 from mla_jax.attention.mosaic_gpu.scores import score
 from mla_jax.attention.mosaic_gpu.values import accumulate
-from mla_jax.attention.mosaic_gpu.work import Cta, Global, Side, Slots
+from mla_jax.attention.mosaic_gpu.work import Cta, Global, Side, Slots, Span
 from mla_jax.schedule import TileSchedule
 
 
@@ -85,6 +80,7 @@ def _scratch(problem: Problem, config: KernelConfig) -> dict[str, Any]:
 
 def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Global, **scratch: Any) -> None:
     signals = Signals(config.left_slots, scratch, emulate=emulate)
+    part = lax.axis_index("part")
     cta = Cta(
         config=config,
         problem=problem,
@@ -98,20 +94,8 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
         next_scores_done=signals.take("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
         right_done=signals.take("right_done", 2),
-        part=lax.axis_index("part"),
+        span=Span.load(memory.metadata, part),
+        part=part,
         row_block=lax.axis_index("row_block"),
     )
-    role = lax.axis_index("role")
-
-    @pl.when(role == SCORE)
-    def _() -> None:
-        set_registers(config.score_registers)
-        score(cta)
-
-    @pl.when(role != SCORE)
-    def _() -> None:
-        set_registers(config.value_registers)
-        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
-        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
-        if not emulate:
-            merge(cta, role - VALUES_LEFT, workers=2)
+    run_roles(cta, score, accumulate)

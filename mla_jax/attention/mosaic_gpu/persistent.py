@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.combine import merge_outside
-from mla_jax.attention.mosaic_gpu.config import LATENT, REGISTERS, ROWS, WARPGROUP, Problem
+from mla_jax.attention.mosaic_gpu.config import GROUP, LATENT, REGISTERS, ROWS, WARPGROUP, Problem
 from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
 from mla_jax.schedule import TileSchedule
 
@@ -28,7 +28,7 @@ def run_persistent(
     interpret: Any,
     reduction_bytes: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launch `body(*inputs, counters, out, lse, part_out, part_lse, **scratch)`; see `work.Global` for those.
+    """Launch `body(*inputs, counters, out, lse, part_out, part_lse, part_scale, **scratch)`; see `work.Global`.
 
     Returns out [B, rows, 512], lse [B, rows].
     """
@@ -39,13 +39,14 @@ def run_persistent(
     counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
     # A single part shares no request.
     workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
-    out, lse, part_out, part_lse = plgpu.kernel(
+    out, lse, *pieces = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
             jax.ShapeDtypeStruct((problem.batch, problem.rows), jnp.float32),
-            jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float32),
+            jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float16),
             jax.ShapeDtypeStruct(workspace, jnp.float32),
+            jax.ShapeDtypeStruct((*workspace, LATENT // GROUP), jnp.float32),
         ],
         scratch_types=scratch,
         # Row blocks of a part are neighbours, so that the second finds the keys in L2.
@@ -62,7 +63,7 @@ def run_persistent(
         interpret=interpret,
     )(*inputs, counters)
     if emulate and problem.parts > 1:
-        return merge_outside(out, lse, part_out, part_lse, schedule)
+        return merge_outside(out, lse, *pieces, schedule)
     return out, lse
 
 

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
-from mla_jax.attention.mosaic_gpu.hardware import clear_rows, count_up, make_visible, negate, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import clear_rows, make_visible, negate, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn, Work
 
 MATRIX = plgpu.Layout.WGMMA
@@ -255,8 +255,8 @@ def nonzero(total: jax.Array) -> jax.Array:
     return jnp.where(total == 0, 1.0, total)
 
 
-def store_lse(cta: Work, segment: Segment, top: jax.Array, total: jax.Array, *, count: bool = True) -> None:
-    """Natural-log lse of a whole request; base 2 of a piece, which is counted if the caller does not do it later.
+def store_lse(cta: Work, segment: Segment, top: jax.Array, total: jax.Array) -> None:
+    """Natural-log lse of a whole request; base 2 of a piece.
 
     top, total: of 64 rows or of those that there are; a row's largest logit, and the sum of its exp2(logit - top).
     """
@@ -275,5 +275,3 @@ def store_lse(cta: Work, segment: Segment, top: jax.Array, total: jax.Array, *, 
     @pl.when(~whole)
     def _() -> None:
         cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)][...] = lse
-        if count and not cta.emulate:
-            count_up(cta.counter(r))

@@ -32,15 +32,15 @@ class Upcoming(NamedTuple):
     @classmethod
     def start(cls, cta: Work) -> "Upcoming":
         """The queries of the first request, or its first block where queries are no items."""
-        request = cta.begin_req
+        request = cta.span.begin_req
         if cta.problem.query_parts == 0:
-            before = cls(request, cta.begin_block - 1, cta.segment(cta.existing(request)).end, jnp.int32(0))
+            before = cls(request, cta.span.begin_block - 1, cta.segment(cta.existing(request)).end, jnp.int32(0))
             return before.after(cta)
         return cls(request, jnp.int32(-cta.problem.query_parts), cta.segment(cta.existing(request)).end, jnp.int32(0))
 
     def after(self, cta: Work) -> "Upcoming":
-        """The item after this one; a request behind `cta.end_req` says that there is none."""
-        first = jnp.where(self.request == cta.begin_req, cta.begin_block, 0)
+        """The item after this one; a request behind `cta.span.end_req` says that there is none."""
+        first = jnp.where(self.request == cta.span.begin_req, cta.span.begin_block, 0)
         block = jnp.where(self.block == -1, first, self.block + 1)
         over = block >= self.end
         request = self.request + jnp.where(over, 1, 0)
@@ -74,7 +74,7 @@ def start_copy(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> 
         else:
             part(cta.slots.right, HALF, HALF, cta.right_full)
 
-    there = item.request <= cta.end_req
+    there = item.request <= cta.span.end_req
     keys = there & (item.block >= 0)
     queries = there & (item.block < 0)
     parts = cta.problem.query_parts

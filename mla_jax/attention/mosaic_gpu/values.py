@@ -7,7 +7,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, ROWS
-from mla_jax.attention.mosaic_gpu.hardware import count_up, rescale, store_rows, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import rescale, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.pieces import store_rows
 from mla_jax.attention.mosaic_gpu.scores import MATRIX, ROW, nonzero
 from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side, Turn
@@ -86,11 +87,6 @@ def _store_whole(cta: Cta, request: jax.Array, side: Side, output: jax.Array, st
 
 
 def _store_piece(cta: Cta, request: jax.Array, side: Side, output: jax.Array) -> None:
-    """A piece of a request goes to the workspace in float32."""
-    rows = pl.ds(cta.row_block * ROWS, ROWS)
-    target = cta.memory.part_out.at[cta.partial_slot(request), rows, pl.ds(side * HALF, HALF)]
-    if cta.emulate:
-        target[...] = output
-        return
-    store_rows(target, output, cta.problem.copied_rows)
-    count_up(cta.counter(request))
+    """A piece of a request goes to the workspace."""
+    piece, scale = cta.piece(request, pl.ds(cta.row_block * ROWS, ROWS), side)
+    store_rows(piece, scale, output, cta.problem.copied_rows, emulate=cta.emulate)

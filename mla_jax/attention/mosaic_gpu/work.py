@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mla_jax.attention.mosaic_gpu.config import LEFT_LAST, PAGE, ROWS, KernelConfig, Problem
+from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, LEFT_LAST, PAGE, ROWS, KernelConfig, Problem
 from mla_jax.attention.mosaic_gpu.hardware import Signal
 
 Ref = Any
@@ -45,8 +45,9 @@ class Global(NamedTuple):
     counters: Ref  # [B * row_blocks] int32, zeros
     out: Ref  # [B, rows, 512]
     lse: Ref  # [B, rows] float32
-    part_out: Ref  # [2 * parts, row_blocks * 64, 512] float32
-    part_lse: Ref  # [2 * parts, row_blocks * 64] float32, base 2
+    part_out: Ref  # the workspace: see `pieces`
+    part_lse: Ref
+    part_scale: Ref
 
 
 class Slots(NamedTuple):
@@ -57,15 +58,31 @@ class Slots(NamedTuple):
     rope: Ref  # [left_slots, 64, 64] dims 512:576, overwritten by the probabilities once scores are done
 
 
+class Span(NamedTuple):
+    """What a part works on, read once: see `TileSchedule.metadata`."""
+
+    begin_req: jax.Array  # B if the part is idle
+    end_req: jax.Array  # the last request
+    begin_block: jax.Array  # the first block of the first request
+    end_block: jax.Array  # the end of the last request's blocks in this part
+
+    @classmethod
+    def load(cls, metadata: Ref, part: jax.Array) -> "Span":
+        """The row of a part."""
+        return cls(*(metadata[part, column] for column in range(4)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Work:
     """What the roles of one CTA share in every kernel. Vectors are indexed as a kernel's config says."""
 
+    config: Any  # with the number of registers of each role
     problem: Problem
     emulate: bool
     memory: Global
     row_vectors: Ref  # [2 n + 1, 64] float32 in shared memory
     scored: dict[Side, Signal]  # the score role to a side: queries are taken, or probabilities are there
+    span: Span
     part: jax.Array
     row_block: jax.Array
 
@@ -73,6 +90,11 @@ class Work:
     def rows(self) -> Any:
         """This CTA's rows among the rows of a request."""
         return pl.ds(self.row_block * ROWS, self.problem.copied_rows)
+
+    @property
+    def pieces_by_thread(self) -> bool:
+        """Whether numbers of a row of a piece lie in the order of `pieces.store_rows`."""
+        return False
 
     def decay(self, index: jax.Array) -> Ref:
         """[64] what the output so far is multiplied with before these probabilities count."""
@@ -87,40 +109,20 @@ class Work:
         """[64] lse on its way to device memory."""
         return self.row_vectors.at[self.row_vectors.shape[0] - 1]
 
-    @property
-    def begin_req(self) -> jax.Array:
-        """The first request of this part; B if the part is idle."""
-        return self.memory.metadata[self.part, 0]
-
-    @property
-    def begin_block(self) -> jax.Array:
-        """The first block of the first request."""
-        return self.memory.metadata[self.part, 2]
-
-    @property
-    def end_req(self) -> jax.Array:
-        """The last request of this part."""
-        return self.memory.metadata[self.part, 1]
-
-    @property
-    def end_block(self) -> jax.Array:
-        """The end of the last request's blocks in this part."""
-        return self.memory.metadata[self.part, 3]
-
     def existing(self, request: jax.Array) -> jax.Array:
         """The nearest request that exists, for reads whose result is not used."""
         return lax.max(lax.min(request, jnp.int32(self.problem.batch - 1)), jnp.int32(0))
 
     def for_each_request(self, body: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
         """Fold `body(request, carry)` over this part's requests."""
-        return lax.fori_loop(self.begin_req, self.end_req + 1, body, carry)
+        return lax.fori_loop(self.span.begin_req, self.span.end_req + 1, body, carry)
 
     def segment(self, request: jax.Array) -> "Segment":
         """The blocks of `request` that are this part's."""
         length = lax.min(self.memory.lens[request], jnp.int32(self.memory.table.shape[1] * PAGE))
         pages = lax.max(lax.div(length + (PAGE - 1), jnp.int32(PAGE)), jnp.int32(1))
-        first = jnp.where(request == self.begin_req, self.begin_block, 0)
-        end = jnp.where(request == self.end_req, lax.min(self.end_block, pages), pages)
+        first = jnp.where(request == self.span.begin_req, self.span.begin_block, 0)
+        end = jnp.where(request == self.span.end_req, lax.min(self.span.end_block, pages), pages)
         return Segment(request, length, first, lax.max(end, first + 1))
 
     def partial_slot(self, request: jax.Array) -> jax.Array:
@@ -128,7 +130,13 @@ class Work:
 
         A part has at most two such requests, its first and its last.
         """
-        return self.part + jnp.where(request == self.begin_req, 0, self.problem.parts)
+        return self.part + jnp.where(request == self.span.begin_req, 0, self.problem.parts)
+
+    def piece(self, request: jax.Array, rows: Any, side: Side) -> tuple[Ref, Ref]:
+        """Where a side leaves its half of rows of this part's piece of a request, and their scales."""
+        slot, groups = self.partial_slot(request), HALF // GROUP
+        numbers = self.memory.part_out.at[slot, rows, pl.ds(side * HALF, HALF)]
+        return numbers, self.memory.part_scale.at[slot, rows, pl.ds(side * groups, groups)]
 
     def pieces(self, request: jax.Array) -> jax.Array:
         """Number of parts that share the request."""
@@ -152,10 +160,14 @@ class HalvesWork(Work):
 class Cta(HalvesWork):
     """What the roles of the 16-bit kernel share. Indices of signals and vectors are left slots where not said."""
 
-    config: KernelConfig
     queries: Ref  # [64, shared_query_dims] the queries' last dims, in shared memory
     next_scores_done: Signal  # the score role to the sides held back: use this slot now
     right_done: Signal  # the right side to the left: probabilities are used
+
+    @property
+    def pieces_by_thread(self) -> bool:
+        """They do."""
+        return not self.emulate
 
 
 class Segment(NamedTuple):

@@ -1,0 +1,253 @@
+"""Merging rows of pieces: what a warp does with what it reads from the workspace. See `pieces` for what lies there.
+
+These are chains of few steps, each as long as the way to another SM's data, so a step asks for much at once.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E
+from mla_jax.attention.mosaic_gpu.hardware import SCALAR
+from mla_jax.attention.mosaic_gpu.pieces import GROUPS, ROW_BYTES, WORDS
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, times, warp_and_lane
+from mla_jax.attention.mosaic_gpu.scores import LOWEST
+
+Ref = Any
+WARPS = 4
+LANES = 32
+AT_ONCE = 64  # pieces of which a warp reads a row at once, where there are many: some for each lane
+
+
+class Where(NamedTuple):
+    """Rows of a shared request to merge, and its pieces: numbers that all threads have."""
+
+    first_slot: jax.Array  # workspace slot of the first piece
+    second_slot: jax.Array  # of the piece after it; the others follow
+    pieces: jax.Array
+    row: jax.Array  # the first row to merge
+    last_row: jax.Array  # that may be merged, in its place where there are fewer
+    side: jax.Array  # half of the dims
+
+
+class _Workspace(NamedTuple):
+    """Addresses and sizes of what is read and written, and `Where` in registers."""
+
+    out: Any
+    lse: Any
+    part_out: Any
+    part_lse: Any
+    part_scale: Any
+    rows: int  # in a slot
+    element: Any  # type of the output
+    by_thread: bool
+    where: Where
+
+    def row_of(self, piece: Any, row: Any) -> Any:
+        """Index of a row of a piece in the workspace; the last piece's in place of one that does not exist."""
+        piece = arith.minsi(piece, arith.subi(self.where.pieces, i32(1)))
+        first = arith.cmpi(arith.CmpIPredicate.eq, piece, i32(0))
+        later = arith.addi(self.where.second_slot, arith.subi(piece, i32(1)))
+        return arith.addi(times(arith.select(first, self.where.first_slot, later), self.rows), row)
+
+    def lse_of(self, piece: Any, index: Any) -> Any:
+        """Of a row of a piece; -inf if there is no such piece."""
+        there = arith.cmpi(arith.CmpIPredicate.slt, piece, self.where.pieces)
+        return arith.select(there, _load(at_byte(self.part_lse, times(index, 4))), _float(float("-inf")))
+
+    def scale_of(self, index: Any, group: Any) -> Any:
+        """Of a group of 64 dims of this side."""
+        group = arith.addi(times(self.where.side, GROUPS), group)
+        return _load(at_byte(self.part_scale, arith.addi(times(index, 4 * 2 * GROUPS), times(group, 4))))
+
+    def numbers_at(self, index: Any, word: Any) -> Any:
+        """Address of a word of two numbers of this side."""
+        offset = arith.addi(times(self.where.side, 2 * HALF), times(word, 4))
+        return at_byte(self.part_out, arith.addi(times(index, ROW_BYTES), offset))
+
+    def store(self, row: Any, word: Any, numbers: Sequence[Any]) -> None:
+        """Two neighbours of the output, which pieces have at `word`."""
+        if self.by_thread:
+            group, pair, i = (arith.divui(word, i32(16)), *_quad(word))
+            word = arith.addi(arith.addi(times(group, 16), times(i, 4)), pair)
+        offset = arith.addi(times(self.where.side, 2 * HALF), times(word, 4))
+        address = at_byte(self.out, arith.addi(times(row, ROW_BYTES), offset))
+        kind = "bf16" if isinstance(self.element, ir.BF16Type) else "f16"
+        code = f"{{ .reg .b32 w; cvt.rn.{kind}x2.f32 w, $2, $1; st.global.b32 [$0], w; }}"
+        mgpu_utils.inline_ptx(code, address, *numbers, has_side_effects=True)
+
+    def store_lse(self, row: Any, top: Any, total: Any, *, lane: Any) -> None:
+        """In natural log; -inf for a row that sees no key. One thread of one side does it."""
+        log = arith.addf(top, _unary("lg2.approx.f32", total))
+        empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, _float(0.0))
+        lse = arith.select(empty, _float(float("-inf")), arith.mulf(log, _float(1 / LOG2E)))
+        one = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(self.where.side, lane), i32(0))
+        address = at_byte(self.lse, times(row, 4))
+        mgpu_utils.inline_ptx("st.global.f32 [$0], $1;", address, lse, predicate=one, has_side_effects=True)
+
+
+def _quad(word: Any) -> tuple[Any, Any]:
+    return arith.remui(arith.divui(word, i32(4)), i32(4)), arith.remui(word, i32(4))
+
+
+def merge_few(refs: Sequence[Ref], where: Where, *, rows: int, unroll: int, by_thread: bool) -> None:
+    """Merge 4 * rows rows, each warp `rows` of them, reading `unroll` pieces of each at once."""
+
+    def body(work: _Workspace) -> None:
+        warp, lane = warp_and_lane()
+        row = [arith.addi(work.where.row, arith.addi(warp, i32(WARPS * j))) for j in range(rows)]
+        row = [arith.minsi(r, work.where.last_row) for r in row]
+        states = [_float(LOWEST), *[_float(0.0)] * (1 + 2 * WORDS)] * rows
+        size = len(states) // rows
+        steps = arith.divui(arith.addi(work.where.pieces, i32(unroll - 1)), i32(unroll))
+        loop: Any = scf.ForOp(i32(0), steps, i32(1), states)  # type: ignore[call-arg]
+        with ir.InsertionPoint(loop.body):
+            pieces = [arith.addi(times(loop.induction_variable, unroll), i32(u)) for u in range(unroll)]
+            found = [[_read_wide(work, piece, r, lane) for piece in pieces] for r in row]
+            states = list(loop.inner_iter_args)
+            scf.yield_([x for j in range(rows) for x in _advance(states[j * size : (j + 1) * size], found[j])])
+        for j in range(rows):
+            top, total, *output = loop.results[j * size : (j + 1) * size]
+            inverse = _inverse(total)
+            for i in range(WORDS):
+                word = arith.addi(times(lane, WORDS), i32(i))
+                work.store(row[j], word, [arith.mulf(x, inverse) for x in output[2 * i : 2 * i + 2]])
+            work.store_lse(row[j], top, total, lane=lane)
+
+    _run(body, refs, where, by_thread=by_thread)
+
+
+def _read_wide(work: _Workspace, piece: Any, row: Any, lane: Any) -> tuple[Any, Any, list[Any]]:
+    """lse, scale and this lane's 8 numbers of a row of a piece."""
+    index = work.row_of(piece, row)
+    lse = work.lse_of(piece, index)
+    scale = work.scale_of(index, arith.divui(lane, i32(32 // GROUPS)))
+    address = work.numbers_at(index, times(lane, WORDS))
+    load = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+    words = mgpu_utils.inline_ptx(load, address, result_types=[int32()] * WORDS, has_side_effects=True)
+    return lse, scale, list(words)
+
+
+def _advance(state: Sequence[Any], found: Sequence[tuple[Any, Any, list[Any]]]) -> list[Any]:
+    """One step of a row's merge: largest lse, sum of exp2(lse - that), and numbers weighted so."""
+    before, total, *output = state
+    top = before
+    for lse, _, _ in found:
+        top = arith.maxnumf(top, lse)
+    decay = _exp2(arith.subf(before, top))
+    total, output = arith.mulf(total, decay), [arith.mulf(x, decay) for x in output]
+    for lse, scale, words in found:
+        weight = _exp2(arith.subf(lse, top))
+        total, weight = arith.addf(total, weight), arith.mulf(weight, scale)
+        numbers = [number for word in words for number in _widen(word)]
+        output = [_fma(number, weight, x) for number, x in zip(numbers, output, strict=True)]
+    return [top, total, *output]
+
+
+def merge_many(refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
+    """Merge one row, each warp a group of 64 dims: lanes find the weights of a piece each, and pass them round."""
+
+    def body(work: _Workspace) -> None:
+        warp, lane = warp_and_lane()
+        word, row = arith.addi(times(warp, 32), lane), work.where.row
+        start = [_float(LOWEST), _float(0.0), _float(0.0), _float(0.0)]
+        loop: Any = scf.ForOp(i32(0), work.where.pieces, i32(AT_ONCE), start)  # type: ignore[call-arg]
+        with ir.InsertionPoint(loop.body):
+            first = loop.induction_variable
+            pieces = [arith.addi(first, arith.addi(lane, i32(i))) for i in range(0, AT_ONCE, LANES)]
+            indices = [work.row_of(piece, row) for piece in pieces]
+            lses = [work.lse_of(*args) for args in zip(pieces, indices, strict=True)]
+            scales = [work.scale_of(index, warp) for index in indices]
+            there = arith.subi(work.where.pieces, first)
+            words = [
+                _read_word(work, _from_lane(indices[u // LANES], u % LANES), u, there, word) for u in range(AT_ONCE)
+            ]
+            before, total, *output = loop.inner_iter_args
+            top = arith.maxnumf(before, _over_lanes(arith.maxnumf, functools.reduce(arith.maxnumf, lses)))
+            decay, weights = _exp2(arith.subf(before, top)), [_exp2(arith.subf(lse, top)) for lse in lses]
+            total = functools.reduce(arith.addf, weights, arith.mulf(total, decay))  # of this lane's pieces
+            output = [arith.mulf(x, decay) for x in output]
+            weights = [arith.mulf(*args) for args in zip(weights, scales, strict=True)]
+            for u, two_numbers in enumerate(words):
+                factor = _from_lane(weights[u // LANES], u % LANES)
+                output = [_fma(x, factor, y) for x, y in zip(_widen(two_numbers), output, strict=True)]
+            scf.yield_([top, total, *output])
+        top, total, *output = loop.results
+        total = _over_lanes(arith.addf, total)
+        inverse = _inverse(total)
+        work.store(row, word, [arith.mulf(x, inverse) for x in output])
+        work.store_lse(row, top, total, lane=word)
+
+    _run(body, refs, where, by_thread=by_thread)
+
+
+def _read_word(work: _Workspace, index: Any, number: int, there: Any, word: Any) -> Any:
+    """Two numbers of a row of one of the pieces that are `there`, zeros if its number is not among them."""
+    code = f"{{ .reg .pred p; setp.gt.s32 p, $2, {number}; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }}"
+    address = work.numbers_at(index, word)
+    return mgpu_utils.inline_ptx(code, address, there, result_types=int32(), has_side_effects=True)
+
+
+def _run(body: Any, refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
+    """`body` with the addresses of out [rows, 512] and lse [rows] of a request, part_out, part_lse, part_scale."""
+
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[SCALAR] * len(where)))
+    def merge(ctx: Any, *args: Any) -> None:
+        arrays, numbers = args[: len(refs)], args[len(refs) :]
+        addresses = [mgpu_utils.memref_ptr(array) for array in arrays]
+        rows, element = ir.MemRefType(arrays[3].type).shape[1], ir.MemRefType(arrays[0].type).element_type
+        registers = Where(*(number.registers.item() for number in numbers))
+        body(_Workspace(*addresses, rows, element, by_thread, registers))
+
+    merge(*refs, *where)
+
+
+def _float(value: float) -> Any:
+    return mgpu_utils.c(value, ir.F32Type.get())
+
+
+def _load(address: Any) -> Any:
+    return mgpu_utils.inline_ptx(
+        "ld.global.f32 $0, [$1];", address, result_types=ir.F32Type.get(), has_side_effects=True
+    )
+
+
+def _unary(instruction: str, x: Any) -> Any:
+    return mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x, result_types=ir.F32Type.get())
+
+
+def _exp2(x: Any) -> Any:
+    return _unary("ex2.approx.ftz.f32", x)
+
+
+def _fma(x: Any, y: Any, z: Any) -> Any:
+    return mgpu_utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", x, y, z, result_types=ir.F32Type.get())
+
+
+def _inverse(total: Any) -> Any:
+    """1 / total, 1 for a row that sees no key."""
+    empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, _float(0.0))
+    return arith.divf(_float(1.0), arith.select(empty, _float(1.0), total))
+
+
+def _widen(word: Any) -> list[Any]:
+    """Two float16 numbers."""
+    code = "{ .reg .b16 a; .reg .b16 b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+    return list(mgpu_utils.inline_ptx(code, word, result_types=[ir.F32Type.get()] * 2))
+
+
+def _over_lanes(combine: Any, x: Any) -> Any:
+    for distance in (1, 2, 4, 8, 16):
+        x = combine(x, mgpu_utils.shfl_bfly(x, distance))
+    return x
+
+
+def _from_lane(x: Any, lane: int) -> Any:
+    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
+    return mgpu_utils.inline_ptx(code, x, result_types=x.type, has_side_effects=True)
