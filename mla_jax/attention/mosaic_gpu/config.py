@@ -43,7 +43,7 @@ class KernelConfig:
     score_registers: int = 184
     value_registers: int = VALUE_REGISTERS
     held_back: int = 1
-    request_overhead: int = 2
+    request_overhead: int = 3
 
     def __post_init__(self) -> None:
         if not 2 <= self.right_slots <= self.left_slots:

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.byte_work import Place
+from mla_jax.attention.mosaic_gpu.company import keep_together
 from mla_jax.attention.mosaic_gpu.ds_values_hardware import load_values, transposed
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
@@ -70,6 +71,7 @@ class DsValues:
             def _() -> None:
                 plgpu.copy_gmem_to_smem(cta.memory.cache.at[item.page], cta.keys.at[slot], cta.full.at[slot])
 
+        keep_together(cta, item.request, item.block)
         one_warp(issue, emulate=cta.emulate)
 
     def after(self, item: Upcoming) -> Upcoming:

@@ -28,7 +28,7 @@ def run_persistent(
     interpret: Any,
     reduction_bytes: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launch `body(*inputs, counters, out, lse, part_out, part_lse, part_scale, **scratch)`; see `work.Global`.
+    """Launch `body(*inputs, counters, *outputs, **scratch)`: inputs, counters and outputs are `work.Global`.
 
     Returns out [B, rows, 512], lse [B, rows].
     """
@@ -39,7 +39,7 @@ def run_persistent(
     counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
     # A single part shares no request.
     workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
-    out, lse, *pieces = plgpu.kernel(
+    out, lse, *pieces, _ = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
@@ -47,6 +47,7 @@ def run_persistent(
             jax.ShapeDtypeStruct((*workspace, LATENT), jnp.float16),
             jax.ShapeDtypeStruct(workspace, jnp.float32),
             jax.ShapeDtypeStruct((*workspace, LATENT // GROUP), jnp.float32),
+            jax.ShapeDtypeStruct((problem.parts, problem.row_blocks), jnp.int32),
         ],
         scratch_types=scratch,
         # Row blocks of a part are neighbours, so that the second finds the keys in L2.

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from mla_jax.attention.mosaic_gpu.company import keep_together
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
 from mla_jax.attention.mosaic_gpu.work import HalvesWork, Ref, Side, Work
@@ -84,6 +85,8 @@ def start_copy(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> 
         pl.when(keys)(lambda: copy(cta.memory.cache.at[item.page], ROWS))
         pl.when(queries)(lambda: copy(cta.memory.q.at[query, cta.rows], cta.problem.copied_rows))
 
+    if side == Side.LEFT:
+        keep_together(cta, item.request, item.block)
     one_warp(issue, emulate=cta.emulate)
 
 

@@ -48,6 +48,7 @@ class Global(NamedTuple):
     part_out: Ref  # the workspace: see `pieces`
     part_lse: Ref
     part_scale: Ref
+    progress: Ref  # [parts, row_blocks] int32, anything at first: see `company`
 
 
 class Slots(NamedTuple):
