@@ -100,13 +100,13 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """That a timed program makes: about a millisecond's on an H200, so that starting it weighs little, 16 at most.
+        """That a timed program makes: about a millisecond's on an H200, so that starting it weighs little, 64 at most.
 
         Not by what this run measures: the next run should time the same program.
         """
         if jax.default_backend() == "cpu":
             return 1
-        return max(1, min(16, int(1e-3 / max(self.flops / H200_FLOPS, self.read_bytes / H200_BYTES))))
+        return max(1, min(64, int(1e-3 / max(self.flops / H200_FLOPS, self.read_bytes / H200_BYTES))))
 
     @property
     def held_bytes(self) -> float:

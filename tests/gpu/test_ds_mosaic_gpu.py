@@ -20,6 +20,7 @@ from problems import Problem
 from mla_jax import mla_decode
 from mla_jax.attention.mosaic_gpu.requirements import cannot_run
 from mla_jax.cache.codec import dequantize_kv, quantize_kv
+from mla_jax.schedule import tile_schedule
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 REASON = cannot_run()
@@ -27,10 +28,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str
 decode = functools.partial(mla_decode, implementation="mosaic_gpu")
 
 
-def run(problem, sizes="rows", *, power_of_two=False):
+def run(problem, sizes="rows", *, power_of_two=False, schedule=None):
     q, cache, table, lens, mask = arrays = ds_arrays(problem, sizes, power_of_two=power_of_two)
     options = {"sm_scale": problem.scale, "causal": problem.causal, "tree_mask": mask}
-    assert_ds_close(*decode(q, cache, table, lens, **options), problem, arrays)
+    assert_ds_close(*decode(q, cache, table, lens, schedule=schedule, **options), problem, arrays)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,11 @@ def test_without_causal_mask(heads, tokens):
 @pytest.mark.parametrize("length, heads", [(8192, 128), (20_000, 16), (700, 64)])
 def test_one_request_over_all_parts(length, heads):
     run(Problem((length,), heads=heads))
+
+
+def test_row_blocks_of_long_requests_wait_for_each_other():
+    problem = Problem((20_000, 5, 17_000), heads=128)
+    run(problem, schedule=tile_schedule(jnp.asarray(problem.lens, jnp.int32), 2))
 
 
 @pytest.mark.parametrize("heads, tokens", [(16, 4), (128, 2), (4, 32), (1, 70)])

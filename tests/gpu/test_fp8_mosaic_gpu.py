@@ -11,6 +11,7 @@ from problems import Problem
 
 from mla_jax import mla_decode, quantize_queries
 from mla_jax.attention.mosaic_gpu.requirements import cannot_run
+from mla_jax.schedule import tile_schedule
 
 EDGES = (0, 1, 63, 64, 65, 127, 128, 129)
 REASON = cannot_run()
@@ -19,10 +20,10 @@ decode = functools.partial(mla_decode, implementation="mosaic_gpu")
 both = pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", "bfloat16"])
 
 
-def run(problem, q_dtype, kv_scale=1.0):
+def run(problem, q_dtype, kv_scale=1.0, schedule=None):
     q, cache, table, lens, mask = arrays = fp8_arrays(problem, q_dtype, 1 / kv_scale)
     options = {"sm_scale": problem.scale, "causal": problem.causal, "tree_mask": mask, "kv_scale": kv_scale}
-    out, lse = decode(q, cache, table, lens, **options)
+    out, lse = decode(q, cache, table, lens, schedule=schedule, **options)
     assert_fp8_close(out, lse, problem, arrays, kv_scale)
     return out, lse
 
@@ -39,6 +40,12 @@ def test_ragged_lengths(heads, tokens, q_dtype):
 @pytest.mark.parametrize("length, heads", [(8192, 128), (20_000, 16), (700, 64)])
 def test_one_request_over_all_parts(length, heads, q_dtype):
     run(Problem((length,), heads=heads), q_dtype)
+
+
+@both
+def test_row_blocks_of_long_requests_wait_for_each_other(q_dtype):
+    problem = Problem((20_000, 5, 17_000), heads=128)
+    run(problem, q_dtype, schedule=tile_schedule(jnp.asarray(problem.lens, jnp.int32), 2))
 
 
 @both

@@ -58,6 +58,21 @@ def test_scales(scale):
     run(Problem((0, 65, 300), heads=32, scale=scale))
 
 
+@pytest.mark.parametrize("power", [-90, 90])
+@pytest.mark.parametrize("lens", [(8192,), (8192, 0, 65, 3000)])
+def test_pieces_of_numbers_far_from_one(lens, power):
+    """A power of two in the values is one in the output, bit for bit, however requests are shared."""
+    problem = Problem(lens, heads=128)
+    q, cache, table, lens, _ = problem.arrays()
+    near, far = jnp.float32(1 / 24), jnp.float32(2.0**-power / 24)
+    shared = (jnp.asarray(table), jnp.asarray(lens))
+    out, lse = decode(q, cache, *shared, sm_scale=near)
+    moved = (cache.astype(jnp.float32) * jnp.float32(2.0**power)).astype(cache.dtype)
+    far_out, far_lse = decode(q, moved, *shared, sm_scale=far)
+    np.testing.assert_array_equal(np.asarray(far_out, np.float32), np.asarray(out, np.float32) * np.float32(2.0**power))
+    np.testing.assert_array_equal(far_lse, lse)
+
+
 def test_default_on_hopper():
     problem = Problem((300, 65), tokens=2, heads=16)
     q, cache, table, lens, _ = problem.arrays()
@@ -82,6 +97,12 @@ def test_xla_takes_over_for_large_trees():
 @pytest.mark.parametrize("parts", [1, 2, 7, 131])
 def test_any_schedule(parts):
     problem = Problem((3000, 5, 900), heads=16)
+    run(problem, tile_schedule(jnp.asarray(problem.lens, jnp.int32), parts))
+
+
+@pytest.mark.parametrize("heads, tokens, parts", [(128, 1, 1), (128, 2, 3)])
+def test_row_blocks_of_long_requests_wait_for_each_other(heads, tokens, parts):
+    problem = Problem((20_000, 5, 17_000), heads=heads, tokens=tokens)
     run(problem, tile_schedule(jnp.asarray(problem.lens, jnp.int32), parts))
 
 

@@ -57,7 +57,7 @@ def announce_pieces(cta: Work, ours: tuple[Share, Share]) -> None:
     """Say of all pieces at once that this role has left them in the workspace."""
     publish()
     for share in ours:
-        pl.when(share.pieces > 1)(lambda request=share.request: add_one(cta.counter(request)))
+        pl.when(share.pieces > 1)(functools.partial(add_one, cta.counter(share.request)))
 
 
 def merge(cta: Work, ours: tuple[Share, Share], side: jax.Array) -> None:

@@ -36,8 +36,7 @@ def decode_ds_with(
 ) -> tuple[jax.Array, jax.Array]:
     """The kernel with a configuration and without checks; `interpret` is for tests without a GPU."""
     packed = pack(q)
-    made = {"dtype": q.dtype, "causal": causal, "query_parts": 0}
-    problem = describe(q, packed.shape[1], schedule, tree_mask, **made)
+    problem = describe(q, packed.shape[1], schedule, tree_mask, dtype=q.dtype, causal=causal, query_parts=0)
     arrays = (packed, kv_cache.reshape(-1, LINES, LINE), block_table, kv_lens, logit_scale)
     inputs = kernel_inputs(*arrays, tree_mask, schedule, problem)
     out, lse = run_ds_kernel(problem, config, inputs, schedule, interpret=interpret)

@@ -153,17 +153,10 @@ def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
 
 
 def _store_dims(address: Any, offset: int, numbers: list[Any], element: Any) -> None:
-    """Eight float32 numbers to global memory, as they are, in bfloat16 or in float16."""
-    if mgpu_utils.bytewidth(element) == 4:
-        code = (
-            f"st.global.v4.f32 [$8 + {offset}], {{$0, $1, $2, $3}};"
-            f"st.global.v4.f32 [$8 + {offset + 16}], {{$4, $5, $6, $7}};"
-        )
-    else:
-        kind = "bf16" if isinstance(element, ir.BF16Type) else "f16"
-        narrow = "".join(f"cvt.rn.{kind}x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
-        code = "{ .reg .b32 w<4>;" + narrow + f"st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}"
-    ptx(code, *numbers, address)
+    """Eight float32 numbers to global memory, in bfloat16 or float16."""
+    kind = "bf16" if isinstance(element, ir.BF16Type) else "f16"
+    narrow = "".join(f"cvt.rn.{kind}x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(4))
+    ptx(f"{{ .reg .b32 w<4>; {narrow} st.global.v4.b32 [$8 + {offset}], {{w0, w1, w2, w3}}; }}", *numbers, address)
 
 
 def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: bool) -> None:

@@ -200,10 +200,10 @@ def _run(body: Any, refs: Sequence[Ref], where: Where, *, by_thread: bool) -> No
     @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[SCALAR] * len(where)))
     def merge(ctx: Any, *args: Any) -> None:
         arrays, numbers = args[: len(refs)], args[len(refs) :]
-        addresses = [mgpu_utils.memref_ptr(array) for array in arrays]
+        out, lse, part_out, part_lse, part_scale = (mgpu_utils.memref_ptr(array) for array in arrays)
         rows, element = ir.MemRefType(arrays[3].type).shape[1], ir.MemRefType(arrays[0].type).element_type
         registers = Where(*(number.registers.item() for number in numbers))
-        body(_Workspace(*addresses, rows, element, by_thread, registers))
+        body(_Workspace(out, lse, part_out, part_lse, part_scale, rows, element, by_thread, registers))
 
     merge(*refs, *where)
 

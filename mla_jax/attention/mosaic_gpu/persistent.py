@@ -39,7 +39,7 @@ def run_persistent(
     counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
     # A single part shares no request.
     workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
-    out, lse, *pieces, _ = plgpu.kernel(
+    out, lse, part_out, part_lse, part_scale, _ = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
@@ -64,7 +64,7 @@ def run_persistent(
         interpret=interpret,
     )(*inputs, counters)
     if emulate and problem.parts > 1:
-        return merge_outside(out, lse, *pieces, schedule)
+        return merge_outside(out, lse, part_out, part_lse, part_scale, schedule)
     return out, lse
 
 
