@@ -84,12 +84,13 @@ def merge(cta: Work, ours: tuple[Share, Share], side: jax.Array) -> None:
 
 def _merge_share(cta: Work, share: Share, side: jax.Array) -> None:
     few, some = share.pieces <= FEW, share.pieces <= SOME
+    many_rows = 8 if cta.problem.query_parts < 2 else 4  # at once; queries in two parts leave no registers
     wide = few & (share.end - share.begin > 4 * WARPS)
 
     def several(rows: int, unroll: int) -> None:
         _in_tiles(cta, share, side, rows * WARPS, functools.partial(merge_few, rows=rows, unroll=unroll))
 
-    pl.when(wide)(lambda: several(rows=8, unroll=2))
+    pl.when(wide)(lambda: several(rows=many_rows, unroll=2))
     pl.when(few & ~wide)(lambda: several(rows=4, unroll=2))
     pl.when(some & ~few)(lambda: several(rows=1, unroll=8))
     pl.when(~some)(lambda: _in_tiles(cta, share, side, 1, merge_many))

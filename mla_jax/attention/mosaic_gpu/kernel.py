@@ -36,7 +36,7 @@ from mla_jax.attention.mosaic_gpu.persistent import (
 from mla_jax.attention.mosaic_gpu.roles import run_roles
 from mla_jax.attention.mosaic_gpu.scores import score
 from mla_jax.attention.mosaic_gpu.values import accumulate
-from mla_jax.attention.mosaic_gpu.work import Cta, Global, Side, Slots, Span
+from mla_jax.attention.mosaic_gpu.work import Cta, Global, Side, Slots, SpanInMemory
 from mla_jax.schedule import TileSchedule
 
 
@@ -94,7 +94,7 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
         next_scores_done=signals.take("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
         right_done=signals.take("right_done", 2),
-        span=Span.load(memory.metadata, part),
+        span=SpanInMemory(memory.metadata, part),
         part=part,
         row_block=lax.axis_index("row_block"),
     )

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, LATENT
+from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, LATENT, ROWS
 from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, position, times, two
 
 Ref = Any
@@ -45,7 +45,7 @@ def store_rows(piece: Ref, scale: Ref, matrix: jax.Array, rows: int, *, emulate:
     def store(ctx: Any, piece: Any, scale: Any, matrix: Any) -> None:
         warp, row, pair = position()
         # Of stores alone, which become predicates: accumulators are spilled where more than that is in a branch.
-        used = arith.cmpi(arith.CmpIPredicate.ult, warp, i32(-(-rows // 16)))
+        used = None if rows == ROWS else arith.cmpi(arith.CmpIPredicate.ult, warp, i32(-(-rows // 16)))
         first = arith.addi(times(warp, 16), row)
         numbers_at = at_byte(mgpu_utils.memref_ptr(piece), arith.addi(times(first, ROW_BYTES), times(pair, 4 * WORDS)))
         scales_at = at_byte(mgpu_utils.memref_ptr(scale), times(first, 4 * 2 * GROUPS))
@@ -81,14 +81,13 @@ def store_columns(piece: Ref, scale: Ref, matrix: jax.Array, *, emulate: bool) -
         numbers_at = at_byte(mgpu_utils.memref_ptr(piece), arith.addi(dims, times(pair, 2 * ROW_BYTES)))
         scales_at = arith.addi(times(warp, 4), times(pair, 2 * 4 * 2 * GROUPS))
         scales_at = at_byte(mgpu_utils.memref_ptr(scale), scales_at)
-        everyone = mgpu_utils.c(1, ir.IntegerType.get_signless(1))
         for columns in range(matrix.shape[1] // 8):
             registers = [matrix.registers[dim // 2, columns, 0, 0, dim % 2, 0, 0, 0, 0] for dim in range(2 * WORDS)]
             for second in range(2):
                 numbers = [two(register)[second] for register in registers]
                 down, up = _powers(_largest(numbers), (4, 8, 16))
                 below = 8 * columns + second
-                _store_words(numbers_at, below * ROW_BYTES, numbers, down, everyone)
+                _store_words(numbers_at, below * ROW_BYTES, numbers, down)
                 store_scale = f"st.global.f32 [$0 + {below * 4 * 2 * GROUPS}], $1;"
                 mgpu_utils.inline_ptx(store_scale, scales_at, up, has_side_effects=True)
 
@@ -126,7 +125,7 @@ def _powers(largest: Any, distances: Sequence[int]) -> tuple[Any, Any]:
     return arith.bitcast(ir.F32Type.get(), down), arith.bitcast(ir.F32Type.get(), up)
 
 
-def _store_words(address: Any, offset: int, numbers: Sequence[Any], factor: Any, used: Any) -> None:
+def _store_words(address: Any, offset: int, numbers: Sequence[Any], factor: Any, used: Any = None) -> None:
     """Eight numbers times a factor, as float16."""
     code = "{ .reg .f32 a; .reg .f32 b; mul.f32 a, $1, $3; mul.f32 b, $2, $3; cvt.rn.f16x2.f32 $0, b, a; }"
     pairs = [numbers[i : i + 2] for i in range(0, 2 * WORDS, 2)]

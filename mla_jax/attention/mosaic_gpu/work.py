@@ -74,6 +74,34 @@ class Span(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class SpanInMemory:
+    """The same, read whenever it is asked for, where registers are short."""
+
+    metadata: Ref
+    part: jax.Array
+
+    @property
+    def begin_req(self) -> jax.Array:
+        """See `Span`, as for the others."""
+        return self.metadata[self.part, 0]
+
+    @property
+    def end_req(self) -> jax.Array:
+        """The last request."""
+        return self.metadata[self.part, 1]
+
+    @property
+    def begin_block(self) -> jax.Array:
+        """The first block of the first request."""
+        return self.metadata[self.part, 2]
+
+    @property
+    def end_block(self) -> jax.Array:
+        """The end of the last request's blocks."""
+        return self.metadata[self.part, 3]
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """What the roles of one CTA share in every kernel. Vectors are indexed as a kernel's config says."""
 
@@ -83,7 +111,7 @@ class Work:
     memory: Global
     row_vectors: Ref  # [2 n + 1, 64] float32 in shared memory
     scored: dict[Side, Signal]  # the score role to a side: queries are taken, or probabilities are there
-    span: Span
+    span: Span | SpanInMemory
     part: jax.Array
     row_block: jax.Array
 
