@@ -141,6 +141,26 @@ def _step_cell(row: dict[str, Any] | None) -> str:
     return f"{grouped(row['wall_us'])} µs, {grouped(row['tokens_per_second']['measured'])}{gain}"
 
 
+def query_steps() -> str:
+    """What e4m3 queries are worth to steps over an FP8 cache; nothing before that was measured."""
+    if not is_measured(GPU, "fp8-queries"):
+        return ""
+    file, report = newest(GPU, "fp8-queries")
+    times: dict[tuple[int, int], dict[str, float]] = {}
+    for row in report["rows"]:
+        times.setdefault((row["heads"], row["batch"]), {})[row["kv_format"]] = row["wall_us"]
+    parts = [
+        f"{grouped(by['bf16'])} µs for {batch} requests and {heads} heads with a cache in bf16, {grouped(by['fp8_e4m3'])} "
+        f"in `fp8_e4m3`, {grouped(by[E4M3_QUERIES])} with `--fp8-queries`"
+        for (heads, batch), by in times.items()
+    ]
+    first = report["rows"][0]
+    return (
+        f"A step of {first['layers']} layers of DeepSeek-V3's attention, {first['context']} tokens in the cache, without "
+        f"drafts: {'; '.join(parts)} ([results]({file}): {_made(report)})."
+    )
+
+
 def gpu_bits() -> str:
     """What caches and kernels cost the demo model on a GPU; nothing before that was measured."""
     if not is_measured(GPU, "bits-per-byte"):
@@ -191,10 +211,11 @@ def checked() -> str:
     command = report["command"].split(" --json")[0]
     kernels_file, kernels = newest(GPU, "mosaic-gpu-tests")
     last = kernels["runs"][-1]
+    rest = f", {last['not_run']} were not run" if last.get("not_run") else ""
     return (
         f"On an {report['device']}, FlashMLA's own outputs come back bit for bit; {tests['passed']} tests of its calls "
         f"pass and {tests['failed']} fail ([results]({tests_file}), {tests['date'][:10]}). {last['passed']} tests of "
-        f"`mosaic_gpu` pass there and {last['failed']} fail; FlashMLA's grid of shapes is in a run before "
+        f"`mosaic_gpu` pass there and {last['failed']} fail{rest}; FlashMLA's grid of shapes is in a run before "
         f"([results]({kernels_file}), {kernels['date']}). Of `{command}` "
         f"{report['pass']} rows pass, {report['fail']} fail, and {report['skip']} are skipped, each with its reason "
         f"([results]({file}), {report['date'][:10]})."

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts.cpu_tables import cpu, demo_bits, fp8, fp8_limit
-from scripts.gpu_tables import checked, drafts, end_to_end, flash_mla, gpu_bits, stack, step
+from scripts.gpu_tables import checked, drafts, end_to_end, flash_mla, gpu_bits, query_steps, stack, step
 from scripts.kernel_table import kernels
 from scripts.support import support
 
@@ -29,6 +29,7 @@ MAKERS = (
     fp8,
     fp8_limit,
     gpu_bits,
+    query_steps,
     demo_bits,
     cpu,
 )

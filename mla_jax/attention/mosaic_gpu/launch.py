@@ -41,8 +41,8 @@ def decode(
     Raises:
         ValueError: a schedule of more parts than this GPU runs at once, or for other requests.
 
-    Cost: reads every key once per 64 rows; workspace 2 * parts * ceil(S * H / 64) * 64 * 513 float32, at
-    most 35 MB. The kernel has its own jit, so layers of equal shapes compile it once.
+    Cost: reads every key once per 64 rows; workspace 2 * parts * ceil(S * H / 64) * 64 rows of 1060
+    bytes, at most 18 MB. The kernel has its own jit, so layers of equal shapes compile it once.
 
     Two of these kernels must not run at the same time on one GPU: CTAs that share a request wait for each
     other, so all of a kernel's CTAs must be on the GPU together. XLA runs the calls of a program in turn.
