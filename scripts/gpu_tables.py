@@ -150,14 +150,14 @@ def query_steps() -> str:
     for row in report["rows"]:
         times.setdefault((row["heads"], row["batch"]), {})[row["kv_format"]] = row["wall_us"]
     parts = [
-        f"{grouped(by['bf16'])} µs for {batch} requests and {heads} heads with a cache in bf16, {grouped(by['fp8_e4m3'])} "
-        f"in `fp8_e4m3`, {grouped(by[E4M3_QUERIES])} with `--fp8-queries`"
+        f"{grouped(by['bf16'])} µs for {batch} requests and {heads} heads with a cache in bf16, "
+        f"{grouped(by['fp8_e4m3'])} in `fp8_e4m3`, {grouped(by[E4M3_QUERIES])} with `--fp8-queries`"
         for (heads, batch), by in times.items()
     ]
     first = report["rows"][0]
     return (
-        f"A step of {first['layers']} layers of DeepSeek-V3's attention, {first['context']} tokens in the cache, without "
-        f"drafts: {'; '.join(parts)} ([results]({file}): {_made(report)})."
+        f"A step of {first['layers']} layers of DeepSeek-V3's attention, {first['context']} tokens in the cache, "
+        f"without drafts: {'; '.join(parts)} ([results]({file}): {_made(report)})."
     )
 
 
