@@ -14,6 +14,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR
+from mla_jax.attention.mosaic_gpu.ptx import ptx
 from mla_jax.attention.mosaic_gpu.work import Work
 
 LEAD = 2  # blocks that a row block may be ahead
@@ -31,7 +32,7 @@ def keep_together(cta: Work, request: jax.Array, block: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR))
     def follow(ctx: Any, ours: Any, theirs: Any, position: Any) -> None:
-        mgpu_utils.inline_ptx(
+        ptx(
             "{ .reg .pred p; .reg .u32 x;"
             "mov.u32 x, %tid.x; and.b32 x, x, 96; setp.ne.u32 p, x, 0; @p bra DONE;"
             "st.relaxed.gpu.global.u32 [$0], $2;"
@@ -44,7 +45,6 @@ def keep_together(cta: Work, request: jax.Array, block: jax.Array) -> None:
             mgpu_utils.memref_ptr(ours),
             mgpu_utils.memref_ptr(theirs),
             position.registers.item(),
-            has_side_effects=True,
         )
 
     follow(progress.at[cta.row_block], progress.at[neighbour], position)

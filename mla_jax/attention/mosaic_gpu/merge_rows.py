@@ -16,7 +16,7 @@ from jaxlib.mlir.dialects import arith, scf
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR
 from mla_jax.attention.mosaic_gpu.pieces import GROUPS, ROW_BYTES, WORDS
-from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, times, warp_and_lane
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, f32, float32, i32, int32, ptx, pure, times, warp_and_lane
 from mla_jax.attention.mosaic_gpu.scores import LOWEST
 
 Ref = Any
@@ -59,7 +59,7 @@ class _Workspace(NamedTuple):
     def lse_of(self, piece: Any, index: Any) -> Any:
         """Of a row of a piece; -inf if there is no such piece."""
         there = arith.cmpi(arith.CmpIPredicate.slt, piece, self.where.pieces)
-        return arith.select(there, _load(at_byte(self.part_lse, times(index, 4))), _float(float("-inf")))
+        return arith.select(there, _load(at_byte(self.part_lse, times(index, 4))), f32(float("-inf")))
 
     def scale_of(self, index: Any, group: Any) -> Any:
         """Of a group of 64 dims of this side."""
@@ -80,16 +80,16 @@ class _Workspace(NamedTuple):
         address = at_byte(self.out, arith.addi(times(row, ROW_BYTES), offset))
         kind = "bf16" if isinstance(self.element, ir.BF16Type) else "f16"
         code = f"{{ .reg .b32 w; cvt.rn.{kind}x2.f32 w, $2, $1; st.global.b32 [$0], w; }}"
-        mgpu_utils.inline_ptx(code, address, *numbers, has_side_effects=True)
+        ptx(code, address, *numbers)
 
     def store_lse(self, row: Any, top: Any, total: Any, *, lane: Any) -> None:
         """In natural log; -inf for a row that sees no key. One thread of one side does it."""
         log = arith.addf(top, _unary("lg2.approx.f32", total))
-        empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, _float(0.0))
-        lse = arith.select(empty, _float(float("-inf")), arith.mulf(log, _float(1 / LOG2E)))
+        empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, f32(0.0))
+        lse = arith.select(empty, f32(float("-inf")), arith.mulf(log, f32(1 / LOG2E)))
         one = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(self.where.side, lane), i32(0))
         address = at_byte(self.lse, times(row, 4))
-        mgpu_utils.inline_ptx("st.global.f32 [$0], $1;", address, lse, predicate=one, has_side_effects=True)
+        ptx("st.global.f32 [$0], $1;", address, lse, predicate=one)
 
 
 def _quad(word: Any) -> tuple[Any, Any]:
@@ -103,7 +103,7 @@ def merge_few(refs: Sequence[Ref], where: Where, *, rows: int, unroll: int, by_t
         warp, lane = warp_and_lane()
         row = [arith.addi(work.where.row, arith.addi(warp, i32(WARPS * j))) for j in range(rows)]
         row = [arith.minsi(r, work.where.last_row) for r in row]
-        states = [_float(LOWEST), *[_float(0.0)] * (1 + 2 * WORDS)] * rows
+        states = [f32(LOWEST), *[f32(0.0)] * (1 + 2 * WORDS)] * rows
         size = len(states) // rows
         steps = arith.divui(arith.addi(work.where.pieces, i32(unroll - 1)), i32(unroll))
         loop: Any = scf.ForOp(i32(0), steps, i32(1), states)  # type: ignore[call-arg]
@@ -130,7 +130,7 @@ def _read_wide(work: _Workspace, piece: Any, row: Any, lane: Any) -> tuple[Any, 
     scale = work.scale_of(index, arith.divui(lane, i32(32 // GROUPS)))
     address = work.numbers_at(index, times(lane, WORDS))
     load = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    words = mgpu_utils.inline_ptx(load, address, result_types=[int32()] * WORDS, has_side_effects=True)
+    words = ptx(load, address, result_types=[int32()] * WORDS)
     return lse, scale, list(words)
 
 
@@ -156,7 +156,7 @@ def merge_many(refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
     def body(work: _Workspace) -> None:
         warp, lane = warp_and_lane()
         word, row = arith.addi(times(warp, 32), lane), work.where.row
-        start = [_float(LOWEST), _float(0.0), _float(0.0), _float(0.0)]
+        start = [f32(LOWEST), f32(0.0), f32(0.0), f32(0.0)]
         loop: Any = scf.ForOp(i32(0), work.where.pieces, i32(AT_ONCE), start)  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             first = loop.induction_variable
@@ -191,7 +191,7 @@ def _read_word(work: _Workspace, index: Any, number: int, there: Any, word: Any)
     """Two numbers of a row of one of the pieces that are `there`, zeros if its number is not among them."""
     code = f"{{ .reg .pred p; setp.gt.s32 p, $2, {number}; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }}"
     address = work.numbers_at(index, word)
-    return mgpu_utils.inline_ptx(code, address, there, result_types=int32(), has_side_effects=True)
+    return ptx(code, address, there, result_types=int32())
 
 
 def _run(body: Any, refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
@@ -208,18 +208,12 @@ def _run(body: Any, refs: Sequence[Ref], where: Where, *, by_thread: bool) -> No
     merge(*refs, *where)
 
 
-def _float(value: float) -> Any:
-    return mgpu_utils.c(value, ir.F32Type.get())
-
-
 def _load(address: Any) -> Any:
-    return mgpu_utils.inline_ptx(
-        "ld.global.f32 $0, [$1];", address, result_types=ir.F32Type.get(), has_side_effects=True
-    )
+    return ptx("ld.global.f32 $0, [$1];", address, result_types=float32())
 
 
 def _unary(instruction: str, x: Any) -> Any:
-    return mgpu_utils.inline_ptx(f"{instruction} $0, $1;", x, result_types=ir.F32Type.get())
+    return pure(f"{instruction} $0, $1;", x, result_types=float32())
 
 
 def _exp2(x: Any) -> Any:
@@ -227,19 +221,19 @@ def _exp2(x: Any) -> Any:
 
 
 def _fma(x: Any, y: Any, z: Any) -> Any:
-    return mgpu_utils.inline_ptx("fma.rn.f32 $0, $1, $2, $3;", x, y, z, result_types=ir.F32Type.get())
+    return pure("fma.rn.f32 $0, $1, $2, $3;", x, y, z, result_types=float32())
 
 
 def _inverse(total: Any) -> Any:
     """1 / total, 1 for a row that sees no key."""
-    empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, _float(0.0))
-    return arith.divf(_float(1.0), arith.select(empty, _float(1.0), total))
+    empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, f32(0.0))
+    return arith.divf(f32(1.0), arith.select(empty, f32(1.0), total))
 
 
 def _widen(word: Any) -> list[Any]:
     """Two float16 numbers."""
     code = "{ .reg .b16 a; .reg .b16 b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
-    return list(mgpu_utils.inline_ptx(code, word, result_types=[ir.F32Type.get()] * 2))
+    return list(pure(code, word, result_types=[float32()] * 2))
 
 
 def _over_lanes(combine: Any, x: Any) -> Any:
@@ -250,4 +244,4 @@ def _over_lanes(combine: Any, x: Any) -> Any:
 
 def _from_lane(x: Any, lane: int) -> Any:
     code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
-    return mgpu_utils.inline_ptx(code, x, result_types=x.type, has_side_effects=True)
+    return ptx(code, x, result_types=x.type)

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, LATENT, ROWS
-from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, position, times, two
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, f32, float32, i32, int32, position, ptx, pure, times, two
 
 Ref = Any
 MATRIX = plgpu.Layout.WGMMA
@@ -60,7 +59,7 @@ def store_rows(piece: Ref, scale: Ref, matrix: jax.Array, rows: int, *, emulate:
                 for i in range(0, per_group, 2 * WORDS):
                     _store_words(numbers_at, offset + 8 * i, mine[i : i + 2 * WORDS], down, used)
                 store_scale = f"st.global.f32 [$0 + {4 * (8 * below * 2 * GROUPS + group)}], $1;"
-                mgpu_utils.inline_ptx(store_scale, scales_at, up, predicate=used, has_side_effects=True)
+                ptx(store_scale, scales_at, up, predicate=used)
 
     store(piece, scale, matrix)
 
@@ -89,7 +88,7 @@ def store_columns(piece: Ref, scale: Ref, matrix: jax.Array, *, emulate: bool) -
                 below = 8 * columns + second
                 _store_words(numbers_at, below * ROW_BYTES, numbers, down)
                 store_scale = f"st.global.f32 [$0 + {below * 4 * 2 * GROUPS}], $1;"
-                mgpu_utils.inline_ptx(store_scale, scales_at, up, has_side_effects=True)
+                ptx(store_scale, scales_at, up)
 
     store(piece, scale, matrix)
 
@@ -106,11 +105,10 @@ def _store_emulated(piece: Ref, scale: Ref, matrix: jax.Array) -> None:
 
 def _largest(numbers: Sequence[Any]) -> Any:
     """The largest magnitude of an even number of numbers; NaN counts as nothing."""
-    f32 = ir.F32Type.get()
     code = "{ .reg .f32 a; .reg .f32 b; abs.f32 a, $2; abs.f32 b, $3; max.f32 a, a, b; max.f32 $0, $1, a; }"
-    largest = mgpu_utils.c(0.0, f32)
+    largest = f32(0.0)
     for i in range(0, len(numbers), 2):
-        largest = mgpu_utils.inline_ptx(code, largest, *numbers[i : i + 2], result_types=f32)
+        largest = pure(code, largest, *numbers[i : i + 2], result_types=float32())
     return largest
 
 
@@ -122,13 +120,13 @@ def _powers(largest: Any, distances: Sequence[int]) -> tuple[Any, Any]:
     exponent = arith.maxui(exponent, i32(LEAST))
     down = arith.shli(arith.subi(i32(2 * BIAS + LARGEST), exponent), i32(23))
     up = arith.shli(arith.subi(exponent, i32(LARGEST)), i32(23))
-    return arith.bitcast(ir.F32Type.get(), down), arith.bitcast(ir.F32Type.get(), up)
+    return arith.bitcast(float32(), down), arith.bitcast(float32(), up)
 
 
 def _store_words(address: Any, offset: int, numbers: Sequence[Any], factor: Any, used: Any = None) -> None:
     """Eight numbers times a factor, as float16."""
     code = "{ .reg .f32 a; .reg .f32 b; mul.f32 a, $1, $3; mul.f32 b, $2, $3; cvt.rn.f16x2.f32 $0, b, a; }"
     pairs = [numbers[i : i + 2] for i in range(0, 2 * WORDS, 2)]
-    words = [mgpu_utils.inline_ptx(code, *pair, factor, result_types=int32()) for pair in pairs]
+    words = [pure(code, *pair, factor, result_types=int32()) for pair in pairs]
     store = f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
-    mgpu_utils.inline_ptx(store, address, *words, predicate=used, has_side_effects=True)
+    ptx(store, address, *words, predicate=used)

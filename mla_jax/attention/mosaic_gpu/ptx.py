@@ -13,14 +13,29 @@ from jaxlib.mlir.dialects import arith, vector
 from mla_jax.attention.mosaic_gpu.config import WARPGROUP
 
 
-def ptx(code: str, *args: Any, result_types: Any = None) -> Any:
-    """Instructions that are neither dropped nor moved."""
-    return mgpu_utils.inline_ptx(code, *args, result_types=result_types, has_side_effects=True)
+def ptx(code: str, *args: Any, result_types: Any = None, predicate: Any = None) -> Any:
+    """Instructions that are neither dropped nor moved; one instruction may have a predicate."""
+    return mgpu_utils.inline_ptx(code, *args, result_types=result_types, predicate=predicate, has_side_effects=True)
+
+
+def pure(code: str, *args: Any, result_types: Any) -> Any:
+    """Instructions that may be dropped or moved: their results are all they do."""
+    return mgpu_utils.inline_ptx(code, *args, result_types=result_types)
 
 
 def int32() -> Any:
     """The type."""
     return ir.IntegerType.get_signless(32)
+
+
+def float32() -> Any:
+    """The type."""
+    return ir.F32Type.get()
+
+
+def f32(value: float) -> Any:
+    """A constant."""
+    return mgpu_utils.c(value, float32())
 
 
 def i32(value: int) -> Any:
