@@ -184,6 +184,9 @@ def test_quantized_queries_mean_the_queries(implementation):
     exact, exact_lse = mla_decode(**meant, **options | {"implementation": "reference"})
     seen = ~np.isneginf(exact_lse)
     error = np.asarray(out, np.float64) - np.asarray(exact, np.float64)
-    assert 1e-4 < np.sqrt((error**2).mean() / (np.asarray(exact, np.float64) ** 2).mean()) < 5e-2
-    np.testing.assert_allclose(np.asarray(lse)[seen], np.asarray(exact_lse)[seen], atol=0.2)
+    assert 1e-4 < np.sqrt((error**2).mean() / (np.asarray(exact, np.float64) ** 2).mean()) < 0.15  # 60 draws: < 0.06
+    # Rounding moves the logits of a row by 0.026 * sm_scale * |q| (RMS), its lse in 60 draws by 4 times that at most.
+    length = np.linalg.norm(np.asarray(q, np.float64), axis=-1).swapaxes(1, 2)
+    moved = np.abs(np.asarray(lse)[seen] - np.asarray(exact_lse)[seen])
+    assert (moved <= 1e-3 + 8 * 0.026 * options["sm_scale"] * length[seen]).all()
     assert out.dtype == jnp.bfloat16
