@@ -2,6 +2,7 @@
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -297,8 +298,9 @@ def _check_options(causal: Any, **scales: Any) -> None:
         number = isinstance(scale, int | float | np.number | np.ndarray | jax.Array)
         number = number and not np.iscomplexobj(scale)
         if scale is not None and not (number and np.ndim(scale) == 0):
-            found = f"shape {scale.shape}" if number else f"{type(scale).__name__} {scale!r}"
-            raise InputError(f"{name} must be one real number, or an array of shape (), got {found}.")
+            found = f"shape {scale.shape}" if number else f"{type(scale).__name__} {reprlib.repr(scale)}"
+            more = ", or a float32 array [B, S, H]" if name == "q_scale" else ""
+            raise InputError(f"{name} must be one real number, or an array of shape (){more}, got {found}.")
     kv_scale = scales.get("kv_scale")
     if isinstance(kv_scale, int | float | np.number) and not 0 < kv_scale < float("inf"):
         raise InputError(f"kv_scale must be a positive number, got {kv_scale}.")

@@ -17,8 +17,8 @@ def quantize_queries(q: Float[Array, "B S H D"]) -> tuple[Float[Array, "B S H D"
 
     A row's factor is a power of two and brings its largest magnitude into (224, 448], the end of e4m3's range. A number
     errs by 2⁻⁴ of itself at most, or by 2⁻¹⁷ of its row's largest; what e4m3 holds is kept exactly. NaN stays NaN, and
-    so become infinities, which e4m3 lacks: attention with one is NaN anyway. Rows with either and rows of zeros have
-    factor 1; no factor is below 2⁻¹²⁶.
+    so become infinities, which e4m3 lacks. Rows with either and rows of zeros have factor 1. No factor is below 2⁻¹²⁶,
+    and numbers below that count as 0.
 
     Args:
         q: `[B, S, H, D]` bf16, fp16 or fp32.

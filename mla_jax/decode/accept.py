@@ -49,7 +49,7 @@ def accept_length(
         num_prompts, new_tokens: how many, and how long each continuation.
 
     Raises:
-        ValueError: the text is too short, or the model cannot draft so.
+        ValueError: the text is too short, the model cannot draft so, or FP8 queries with another cache than fp8_e4m3.
     """
     if len(tokens) < num_prompts * PROMPT_LEN:
         raise InputError(

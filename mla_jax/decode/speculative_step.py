@@ -43,8 +43,9 @@ def speculative_step(
     """Drafts tokens for each running slot among `slots`, verifies them in one pass, and emits 1 … A tokens of each;
     all this `steps` times.
 
-    The text is that of `decode_step`: greedy and target-only sampling (trees) choose the same tokens with the same
-    keys; rejection sampling (chains) draws others from the same distribution. A is speculation.most_kept.
+    The text is that of `decode_step`, up to rounding where two choices lie close (which e4m3 queries enlarge): greedy
+    and target-only sampling (trees) choose the same tokens with the same keys; rejection sampling (chains) draws others
+    from the same distribution. A is speculation.most_kept.
 
     Pages: each slot gets room for as many nodes as the pool and its table allow, one at least, and drafts so much
     less; one that gets none ends with `Status.PAGES`. Behind the step it holds what its kept tokens need. All else is

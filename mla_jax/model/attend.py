@@ -106,7 +106,11 @@ def _decode_layer(
     fp8_queries: bool,
     **how: Any,
 ) -> tuple[Float[Array, "B S H V"], Float[Array, "B H S"]]:
-    """`mla_decode` over a layer of the cache, in q's dtype, with q rounded to e4m3 row by row where wanted."""
+    """`mla_decode` over a layer of the cache, in q's dtype, with q rounded to e4m3 row by row where wanted.
+
+    The output of e4m3 queries has been bf16 on its way, whatever q's dtype is.
+    """
+    check_fp8_queries(fp8_queries, cache.format.name)
     given, q_scale = quantize_queries(q) if fp8_queries else (q, None)
     out, lse = mla_decode(
         given,
@@ -183,8 +187,10 @@ def _causal(latents: Latents) -> Bool[Array, "B S S"]:
     return jnp.broadcast_to(jnp.tri(num_tokens, dtype=bool), (num_requests, num_tokens, num_tokens))
 
 
-def check_fp8_queries(fp8_queries: bool, kv_format_name: str) -> None:
-    """Raises ValueError if queries are to be in e4m3 and the cache, of this format or alias, is not."""
+def check_fp8_queries(fp8_queries: Any, kv_format_name: str) -> None:
+    """Raises ValueError if it is no bool, or if queries are to be in e4m3 and the cache, by name or alias, is not."""
+    if not isinstance(fp8_queries, bool):
+        raise InputError(f"fp8_queries must be True or False and not traced, got {type(fp8_queries).__name__}.")
     if fp8_queries and (found := kv_format(kv_format_name).name) != "fp8_e4m3":
         raise InputError(f"FP8 queries need a cache in fp8_e4m3 (--kv-format, kv_format), got {found}.")
 

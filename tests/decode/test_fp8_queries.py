@@ -12,6 +12,9 @@ from mla_jax.decode.evaluate import WINDOW, evaluate
 from mla_jax.decode.generate import Settings, generate
 from mla_jax.errors import InputError
 from mla_jax.model import attend
+from mla_jax.model.cache import create_cache
+from mla_jax.model.transformer import decode
+from mla_jax.schedule import tile_schedule
 from mla_jax.speculative.config import Speculation
 from tests.tiny import TINY, prompts, tiny_params
 
@@ -66,3 +69,18 @@ def test_other_caches_are_refused(kv_format):
     for make in (Engine, lambda *model, **how: evaluate(*model, [1] * WINDOW, **how)):
         with pytest.raises(InputError, match=f"FP8 queries need a cache in fp8_e4m3 .* got {kv_format}"):
             make(tiny_params(config=config), config, kv_format=kv_format, fp8_queries=True)
+
+
+@pytest.mark.parametrize("wrong", ["no", 1, None, np.asarray([True])])
+def test_it_is_a_bool(wrong):
+    with pytest.raises(InputError, match="fp8_queries must be True or False"):
+        attend.check_fp8_queries(wrong, "fp8_e4m3")
+
+
+def test_a_schedule_does_not_hide_another_cache():
+    config = replace(TINY, kv_lora_rank=512, qk_rope_head_dim=64)
+    params = tiny_params(config=config)
+    cache = create_cache(params, config, 3, "fp8_ds_mla")
+    one = jnp.ones(1, jnp.int32)
+    with pytest.raises(InputError, match="FP8 queries need a cache in fp8_e4m3"):
+        decode(params, config, one[:, None], one, one[:, None], cache, fp8_queries=True, schedule=tile_schedule(one, 4))
