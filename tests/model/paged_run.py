@@ -83,7 +83,7 @@ def prefill_logits(params, config, tokens, counts, prefix_lens, block_table, cac
     return lm_logits(params, hidden), cache
 
 
-def decode_logits(params, config, tokens, kv_lens, block_table, cache, fp8_queries):
+def decode_logits(params, config, tokens, kv_lens, block_table, cache, fp8_queries=False):
     how = {"implementation": "xla", "fp8_queries": fp8_queries}
     hidden, cache = decode(params, config, tokens, kv_lens, block_table, cache, **how)
     return lm_logits(params, hidden), cache
