@@ -26,13 +26,9 @@ class Share(NamedTuple):
     request: jax.Array
     pieces: jax.Array  # 1 where there is nothing to merge
     first_slot: jax.Array  # workspace slot of the first piece
-    second_part: jax.Array  # slot of the piece after it; the others follow
+    second_slot: jax.Array  # of the piece after it; the others follow
     begin: jax.Array  # rows `begin` to `end` of the row block
     end: jax.Array
-
-    def slot(self, piece: jax.Array) -> jax.Array:
-        """Workspace slot of a piece."""
-        return jnp.where(piece == 0, self.first_slot, self.second_part + piece - 1)
 
 
 def shares(cta: Work) -> tuple[Share, Share]:
@@ -104,7 +100,7 @@ def _in_tiles(cta: Work, share: Share, side: jax.Array, rows: int, merge: Callab
     before = cta.row_block * ROWS
 
     def tile(t: jax.Array, nothing: int) -> int:
-        slots = (share.first_slot, share.second_part, share.pieces)
+        slots = (share.first_slot, share.second_slot, share.pieces)
         where = Where(*slots, before + share.begin + t * rows, before + share.end - 1, side)
         merge(refs, where, by_thread=cta.pieces_by_thread)
         return nothing
