@@ -14,38 +14,41 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
-from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROWS, WARPGROUP
+from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS, WARPGROUP
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
-from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, opaque, pack, position, ptx, times, two, unpack
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, opaque, pack, position, ptx, pure, times, two, unpack
 
-# How e4m3 operands of a WGMMA lie in shared memory. Tiles of 64 bytes, because those of 128 do not divide 576.
-BYTES: Any = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64))  # type: ignore[abstract]
+# How e4m3 operands of a WGMMA lie in shared memory: in lines of 128 dims, and of 64 for the rope part. The GPU reads
+# device memory a fifth slower in lines of 64.
+LINE = 128
+LINES: Any = (plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE))  # type: ignore[abstract]
+ROPE_LINES: Any = (plgpu.TilingTransform((8, ROPE)), plgpu.SwizzleTransform(ROPE))  # type: ignore[abstract]
+# The same for copies from rows of 576 dims, which 128 does not divide: no copy takes rows like that in tiles.
+COPIED: Any = (plgpu.SwizzleTransform(LINE),)  # type: ignore[abstract]
 # Probabilities of some keys of a block.
 KEYS_AT_ONCE = 16  # a value role has so many keys of a block in registers at a time
 PART: Any = (plgpu.TilingTransform((8, KEYS_AT_ONCE)), plgpu.SwizzleTransform(2 * KEYS_AT_ONCE))  # type: ignore[abstract]
 LAYOUT = plgpu.Layout.WGMMA
 COLUMN = LAYOUT.reduce(0)  # one value per column of a matrix
-LINE = 64  # bytes of a key in a tile
-ROW_TILE = 8 * HALF  # bytes of 8 keys
 DIMS = 8  # neighbouring dims that a thread has of every key
 WORDS = HALF * KEYS_AT_ONCE // 4 // WARPGROUP  # of those, in each thread
 
 
 def load_values(values: Ref, part: int, *, emulate: bool) -> jax.Array:
-    """The bytes of 16 keys of V, [64, 256] e4m3 in the layout BYTES, for `transposed`."""
+    """The bytes of 16 keys of V, [2, 64, 128] e4m3, for `transposed`."""
     if emulate:
-        return values[...][part * KEYS_AT_ONCE : (part + 1) * KEYS_AT_ONCE]
+        keys = slice(part * KEYS_AT_ONCE, (part + 1) * KEYS_AT_ONCE)
+        return jnp.concatenate([values[line][keys] for line in range(HALF // LINE)], axis=1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES),), return_type=opaque(WORDS))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(COPIED),), return_type=opaque(WORDS))
     def load(ctx: Any, values: Any) -> Any:
-        first, second = _addresses(mgpu_utils.memref_ptr(values))
+        addresses = _addresses(mgpu_utils.memref_ptr(values))
         words: list[Any] = []
         for keys in range(KEYS_AT_ONCE // 8):
-            offset = (part * KEYS_AT_ONCE // 8 + keys) * ROW_TILE
+            offset = (part * KEYS_AT_ONCE + 8 * keys) * LINE
             words += ptx(
                 f"ld.shared.v2.b32 {{$0, $1}}, [$4 + {offset}]; ld.shared.v2.b32 {{$2, $3}}, [$5 + {offset}];",
-                first,
-                second,
+                *addresses,
                 result_types=[int32()] * 4,
             )
         return pack(words)
@@ -66,8 +69,7 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
     @plgpu.inline_mgpu(arg_types=(opaque(WORDS).layout,), return_type=result)
     def widen(ctx: Any, loaded: Any) -> Any:
         words = unpack(loaded)
-        orders = _byte_orders()
-        return operand_of(lambda eight: _widen_eight_keys(words[4 * eight : 4 * eight + 4], orders))
+        return operand_of(lambda eight: _widen_eight_keys(words[4 * eight : 4 * eight + 4]))
 
     return widen(loaded)
 
@@ -82,44 +84,30 @@ def operand_of(widen: Callable[[int], list[Any]]) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
-def _swapped() -> Any:
-    """1 in the threads that load the odd one of two neighbouring keys first: all would meet in half of the banks."""
-    _, row, _ = position()
-    return arith.remui(arith.divui(row, i32(2)), i32(2))
-
-
-def _addresses(base: Any) -> tuple[Any, Any]:
-    """Where this thread's 8 dims of two neighbouring keys lie."""
+def _addresses(base: Any) -> list[Any]:
+    """Where this thread's 8 dims of two neighbouring keys lie: no two of 16 threads meet in a bank."""
     warp, row, pair = position()
-    chunk = arith.xori(arith.divui(row, i32(2)), pair)  # the swizzle
-    dims = arith.addi(times(chunk, 16), times(arith.remui(row, i32(2)), DIMS))
-    start = arith.addi(arith.addi(times(warp, 8 * LINE), times(pair, 2 * LINE)), dims)
-    swapped = times(_swapped(), LINE)
-    first = arith.addi(start, swapped)
-    second = arith.addi(start, arith.subi(i32(LINE), swapped))
-    return at_byte(base, first), at_byte(base, second)
+    line, chunk = arith.divui(warp, i32(2)), arith.divui(row, i32(2))
+    chunk = arith.addi(times(arith.remui(warp, i32(2)), 4), chunk)
+    within = times(arith.remui(row, i32(2)), DIMS)
+    addresses = []
+    for second in range(2):
+        key = arith.addi(times(pair, 2), i32(second))
+        offset = arith.addi(times(line, PAGE * LINE), times(key, LINE))
+        place = times(arith.xori(chunk, key), 16)  # the swizzle
+        addresses.append(at_byte(base, arith.addi(offset, arith.addi(place, within))))
+    return addresses
 
 
-def _byte_orders() -> list[Any]:
-    """How to pair the bytes of two keys: of the first two dims of four, and of the last two."""
-    swapped = arith.cmpi(arith.CmpIPredicate.eq, _swapped(), i32(1))
-    return [arith.select(swapped, i32(x), i32(y)) for x, y in ((0x1504, 0x5140), (0x3726, 0x7362))]
-
-
-def _widen_eight_keys(words: list[Any], orders: list[Any]) -> list[Any]:
+def _widen_eight_keys(words: list[Any]) -> list[Any]:
     """For each of 8 dims, this thread's two neighbouring keys among 8: 2 float16."""
     pairs = "".join(
-        f"prmt.b32 p, ${DIMS + word}, ${DIMS + 2 + word}, ${DIMS + 4 + half}; mov.b32 {{h0, h1}}, p;"
+        f"prmt.b32 p, ${DIMS + word}, ${DIMS + 2 + word}, {order}; mov.b32 {{h0, h1}}, p;"
         + f"cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half}, h0; cvt.rn.f16x2.e4m3x2 ${4 * word + 2 * half + 1}, h1;"
         for word in range(2)
-        for half in range(2)
+        for half, order in enumerate((0x5140, 0x7362))
     )
-    return ptx(
-        "{ .reg .b32 p; .reg .b16 h<2>;" + pairs + "}",
-        *words,
-        *orders,
-        result_types=[int32()] * DIMS,
-    )
+    return ptx("{ .reg .b32 p; .reg .b16 h<2>;" + pairs + "}", *words, result_types=[int32()] * DIMS)
 
 
 def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
@@ -175,19 +163,13 @@ def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: b
         base = at_byte(mgpu_utils.memref_ptr(target), arith.addi(line, times(pair, 4)))
         chunks = [at_byte(base, flipped), at_byte(base, arith.subi(i32(16), flipped))]
         for below in range(2):  # a warp has 8 rows, and 8 below them
-            used = arith.cmpi(arith.CmpIPredicate.ult, arith.addi(times(warp, 16), i32(8 * below)), i32(rows))
-            branch: Any = scf.IfOp(used)  # type: ignore[call-arg]
-            with ir.InsertionPoint(branch.then_block):
-                for columns in range(PAGE // 8):
-                    register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
-                    numbers = two(register)
-                    offset = (columns // 2) * rows * 32 + below * 8 * 32
-                    ptx(
-                        f"{{ .reg .b32 w; cvt.rn.f16x2.f32 w, $1, $0; st.shared.b32 [$2 + {offset}], w; }}",
-                        *numbers,
-                        chunks[columns % 2],
-                    )
-                scf.yield_([])
+            first = arith.addi(times(warp, 16), i32(8 * below))
+            used = None if rows == ROWS else arith.cmpi(arith.CmpIPredicate.ult, first, i32(rows))
+            for columns in range(matrix.shape[1] // 8):
+                register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
+                word = pure("cvt.rn.f16x2.f32 $0, $2, $1;", *two(register), result_types=int32())
+                offset = (columns // 2) * rows * 32 + below * 8 * 32
+                ptx(f"st.shared.b32 [$1 + {offset}], $0;", word, chunks[columns % 2], predicate=used)
 
     store(target, matrix)
 
@@ -259,7 +241,9 @@ def copy_queries(source: Ref, target: Ref, negative: jax.Array, *, emulate: bool
         return
     size = math.prod(source.shape)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES), plgpu.RefType(BYTES), SCALAR))
+    copied, used = (COPIED, LINES) if source.shape[1] == LINE else (ROPE_LINES, ROPE_LINES)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(copied), plgpu.RefType(used), SCALAR))
     def copy(ctx: Any, source: Any, target: Any, sign: Any) -> None:
         first = times(arith.remui(mgpu_utils.thread_idx(), i32(WARPGROUP)), 16)
         addresses = [at_byte(mgpu_utils.memref_ptr(ref), first) for ref in (source, target)]
@@ -276,27 +260,27 @@ def copy_queries(source: Ref, target: Ref, negative: jax.Array, *, emulate: bool
     copy(source, target, jnp.where(negative, jnp.int32(-0x7F7F7F80), 0))
 
 
-def clear_keys(tile: Ref, first: jax.Array, *, emulate: bool) -> None:
-    """tile[first:, :] = 0 for a [64, 256] e4m3 tile in the layout BYTES."""
+def clear_keys(half: Ref, first: jax.Array, *, emulate: bool) -> None:
+    """half[:, first:, :] = 0 for lines [2, 64, 128] in e4m3."""
     if emulate:
-        numbers = tile[...]
-        keys = lax.broadcasted_iota(jnp.int32, numbers.shape, 0)
-        tile[...] = jnp.where(keys < first, numbers, jnp.zeros((), numbers.dtype))
+        for line in range(half.shape[0]):
+            numbers = half[line]
+            keys = lax.broadcasted_iota(jnp.int32, numbers.shape, 0)
+            half[line] = jnp.where(keys < first, numbers, jnp.zeros((), numbers.dtype))
         return
     chunks = HALF // 16
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(BYTES), SCALAR))
-    def clear(ctx: Any, tile: Any, first: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(COPIED), SCALAR))
+    def clear(ctx: Any, half: Any, first: Any) -> None:
         thread = arith.remui(mgpu_utils.thread_idx(), i32(WARPGROUP))
         chunk = arith.remui(thread, i32(chunks))
-        column = arith.addi(times(arith.divui(chunk, i32(4)), 8 * LINE), times(arith.remui(chunk, i32(4)), 16))
+        line, within = arith.divui(chunk, i32(LINE // 16)), arith.remui(chunk, i32(LINE // 16))
+        column = arith.addi(times(line, PAGE * LINE), times(within, 16))
         key = arith.addi(first.registers.item(), arith.divui(thread, i32(chunks)))
         loop: Any = scf.ForOp(key, i32(PAGE), i32(WARPGROUP // chunks), [])  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
-            key = loop.induction_variable
-            line = arith.addi(times(arith.divui(key, i32(8)), ROW_TILE), times(arith.remui(key, i32(8)), LINE))
-            address = at_byte(mgpu_utils.memref_ptr(tile), arith.addi(column, line))
-            ptx("st.shared.v4.b32 [$0], {0, 0, 0, 0};", address)
+            offset = arith.addi(column, times(loop.induction_variable, LINE))
+            ptx("st.shared.v4.b32 [$0], {0, 0, 0, 0};", at_byte(mgpu_utils.memref_ptr(half), offset))
             scf.yield_([])
 
-    clear(tile, first)
+    clear(half, first)

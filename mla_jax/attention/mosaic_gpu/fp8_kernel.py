@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.attention.mosaic_gpu.byte_values import accumulate
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE, ROPE, ROWS, Problem
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
-from mla_jax.attention.mosaic_gpu.fp8_hardware import BYTES, KEYS_AT_ONCE, PART
+from mla_jax.attention.mosaic_gpu.fp8_hardware import COPIED, KEYS_AT_ONCE, LINE, LINES, PART, ROPE_LINES
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import Fp8Values
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
@@ -51,27 +51,33 @@ def run_fp8_kernel(
     def body(query_scale: Any, value_scale: Any, *refs: Any, **scratch: Any) -> None:
         _cta_body(problem, config, emulate, query_scale, value_scale, Global(*refs), **scratch)
 
-    inputs, scratch = (query_scale, value_scale, *inputs), _scratch(problem, config)
+    inputs, scratch = (query_scale, value_scale, *inputs), _scratch(problem, config, emulate=emulate)
     return run_persistent("mla_decode_fp8", problem, body, scratch, inputs, schedule, interpret=interpret)
 
 
-def _scratch(problem: Problem, config: Fp8Config) -> dict[str, Any]:
-    def tile(count: int, columns: int) -> Any:
-        return plgpu.SMEM((count, ROWS, columns), jnp.float8_e4m3fn, transforms=BYTES)
+def _scratch(problem: Problem, config: Fp8Config, *, emulate: bool) -> dict[str, Any]:
+    def lines(count: int, transforms: Any) -> Any:
+        return plgpu.SMEM((count, HALF // LINE, ROWS, LINE), jnp.float8_e4m3fn, transforms=transforms)
+
+    def rope(count: int) -> Any:
+        return plgpu.SMEM((count, ROWS, ROPE), jnp.float8_e4m3fn, transforms=ROPE_LINES)
 
     slots, parts = config.slots, config.query_parts
+    # Two views of the same memory, of which the interpreter needs one.
+    half = lines(slots, LINES)
+    half = half if emulate else plgpu.RefUnion(lines(slots, COPIED), half)
     probabilities = (BUFFERS, PAGE // KEYS_AT_ONCE, problem.copied_rows, KEYS_AT_ONCE)
     return {
-        "left": tile(slots, HALF),
-        "right": tile(slots, HALF),
-        "rope": tile(slots, ROPE),
-        "queries_left": tile(parts, HALF),
-        "queries_right": tile(parts, HALF),
-        "queries_rope": tile(parts, ROPE),
+        "left": half,
+        "right": half,
+        "rope": rope(slots),
+        "queries_left": lines(parts, LINES),
+        "queries_right": lines(parts, LINES),
+        "queries_rope": rope(parts),
         "probabilities": plgpu.SMEM(probabilities, jnp.float16, transforms=PART),
         "row_vectors": plgpu.SMEM((2 * BUFFERS + 1, ROWS), jnp.float32),
-        "left_full": barriers(slots, arrivals=2),  # left half and rope
-        "right_full": barriers(slots),
+        "left_full": barriers(slots, arrivals=3),  # two lines and rope
+        "right_full": barriers(slots, arrivals=2),
         "scored_left": barriers(BUFFERS),  # these and the following are signals in the interpreter
         "scored_right": barriers(BUFFERS),
         "buffer_free": barriers(BUFFERS, arrivals=2),
@@ -88,13 +94,16 @@ def _cta_body(
     **scratch: Any,
 ) -> None:
     signals = Signals(BUFFERS, scratch, emulate=emulate)
+    left, right = ((scratch[name],) * 2 if emulate else scratch[name] for name in ("left", "right"))
+    slots, keys = (Slots(left[view], right[view], scratch["rope"]) for view in range(2))
     part = lax.axis_index("part")
     cta = Fp8Cta(
         config=config,
         problem=problem,
         emulate=emulate,
         memory=memory,
-        slots=Slots(*(scratch[name] for name in Slots._fields)),
+        slots=slots,
+        keys=keys,
         queries=Fp8Queries(*(scratch[f"queries_{name}"] for name in Fp8Queries._fields)),
         probabilities=scratch["probabilities"],
         row_vectors=scratch["row_vectors"],

@@ -1,7 +1,7 @@
 """The score role for FP8 caches: S = Q Kᵀ in e4m3 as it lies in the cache, softmax, probabilities in float16."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
-from mla_jax.attention.mosaic_gpu.fp8_hardware import clear_keys, copy_queries, store_probabilities
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta
+from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, clear_keys, copy_queries, store_probabilities
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
 from mla_jax.attention.mosaic_gpu.hardware import make_visible
 from mla_jax.attention.mosaic_gpu.scores import (
     ROW,
@@ -25,7 +25,8 @@ from mla_jax.attention.mosaic_gpu.scores import (
     store_lse,
     visible_keys,
 )
-from mla_jax.attention.mosaic_gpu.work import Segment
+from mla_jax.attention.mosaic_gpu.steps import Steps, finish, interleave, no_steps
+from mla_jax.attention.mosaic_gpu.work import Ref, Segment, Slots
 
 
 def score(cta: Fp8Cta) -> None:
@@ -47,19 +48,17 @@ def score(cta: Fp8Cta) -> None:
         def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Place]) -> Any:
             softmax, products, place = carry
 
-            def publish() -> Softmax:
-                return _publish(cta, segment, i, place, softmax, products, logit_scale, masked=masked)
-
-            softmax, products = _products(cta, segment, place.after(config), publish)
+            steps = _publish(cta, segment, i, place, softmax, products, logit_scale, masked=masked)
+            softmax, products = _products(cta, segment, place.after(config), steps, plain=masked)
             return softmax, products, place.after(config)
 
-        _, products = _products(cta, segment, place, lambda: None)
+        _, products = _products(cta, segment, place, no_steps())
         last = segment.end - 1
         mask_from = lax.max(lax.min(first_masked_block(cta, segment.length), last), segment.first)
         carry = (Softmax.empty(), products, place)
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, place = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
-        softmax = _publish(cta, segment, last, place, softmax, products, logit_scale, masked=True, last=True)
+        softmax = finish(_publish(cta, segment, last, place, softmax, products, logit_scale, masked=True, last=True))
         store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1))
         return place.after(config)
 
@@ -83,22 +82,30 @@ def _take_queries(cta: Fp8Cta, place: Place, part: int, *, negative: jax.Array) 
     """Copy queries out of their slot, and give the slot back."""
     _await_item(cta, place)
     cta.buffer_free.receive(place.buffer)
-    for source, target in zip(cta.slots, cta.queries, strict=True):
-        copy_queries(source.at[place.slot], target.at[part], negative, emulate=cta.emulate)
+    for source, target in zip(_operands(cta.slots, place.slot), _operands(cta.queries, part), strict=True):
+        copy_queries(source, target, negative, emulate=cta.emulate)
     plgpu.commit_smem()  # the slot has been read, and what was stored is there for products
     _send_scored(cta, place)
 
 
-def _products(cta: Fp8Cta, segment: Segment, place: Place, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
+def _operands(item: Slots | Fp8Queries, index: Any) -> list[Ref]:
+    """An item's lines of 128 dims, and its rope part."""
+    halves = [half.at[index, line] for half in (item.left, item.right) for line in range(half.shape[1])]
+    return [*halves, item.rope.at[index]]
+
+
+def _products(
+    cta: Fp8Cta, segment: Segment, place: Place, meanwhile: Steps[Any], *, plain: bool = False
+) -> tuple[Any, jax.Array]:
     """Result of `meanwhile`, and Q Kᵀ of one block: [64, 64] float32, under way meanwhile."""
-    keys = [ref.at[place.slot] for ref in cta.slots]
+    keys = _operands(cta.keys, place.slot)
     # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
     # all query tiles in registers otherwise.
     zero = lax.shift_right_logical(place.slot | segment.length, jnp.int32(31))
     operands = [
-        (queries.at[part + zero], key)
+        operands
         for part in reversed(range(cta.config.query_parts))  # small numbers first
-        for queries, key in zip(cta.queries, keys, strict=True)
+        for operands in zip(_operands(cta.queries, part + zero), keys, strict=True)
     ]
     _await_item(cta, place)
     if cta.emulate:
@@ -106,14 +113,17 @@ def _products(cta: Fp8Cta, segment: Segment, place: Place, meanwhile: Callable[[
         for q, k in operands:
             products += jnp.dot(q[...].astype(jnp.float32), k[...].astype(jnp.float32).T)
         plgpu.commit_smem()
-        return meanwhile(), products
+        return finish(meanwhile), products
 
-    def issue(products: Any) -> tuple[Any, jax.Array]:
-        for q, k in operands:
-            plgpu.wgmma(products, q, k.transpose((1, 0)))
-        return meanwhile(), products[...]
+    def multiply(products: Any) -> tuple[Any, jax.Array]:
+        def issue(some: Sequence[tuple[Ref, Ref]]) -> None:
+            for q, k in some:
+                plgpu.wgmma(products, q, k.transpose((1, 0)))
 
-    return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
+        one_by_one = [functools.partial(issue, [operand]) for operand in operands]
+        return interleave([lambda: issue(operands)] if plain else one_by_one, meanwhile), products[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((ROWS, PAGE), jnp.float32))
 
 
 def _publish(
@@ -127,13 +137,19 @@ def _publish(
     *,
     masked: bool,
     last: bool = False,
-) -> Softmax:
+) -> Steps[Softmax]:
     """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
     visible = visible_keys(cta, segment, block) if masked else None
-    softmax, decay, probabilities = advance(softmax, products, scale, visible)
-    cta.buffer_free.receive(place.buffer)
     target = cta.probabilities.at[place.buffer]
-    store_probabilities(target, probabilities, cta.problem.copied_rows, emulate=cta.emulate)
+
+    def store(first: int, probabilities: jax.Array) -> None:
+        if first == 0:
+            cta.buffer_free.receive(place.buffer)
+        parts = pl.ds(first // KEYS_AT_ONCE, probabilities.shape[1] // KEYS_AT_ONCE)
+        store_probabilities(target.at[parts], probabilities, cta.problem.copied_rows, emulate=cta.emulate)
+
+    columns = PAGE if masked else KEYS_AT_ONCE
+    softmax, decay = yield from advance(softmax, products, scale, visible, store, columns)
     cta.decay(place.buffer)[...] = decay
     if last:
         cta.total(place.buffer)[...] = softmax.totals.sum(axis=1)

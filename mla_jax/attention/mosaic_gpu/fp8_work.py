@@ -4,14 +4,14 @@ import dataclasses
 from typing import NamedTuple
 
 from mla_jax.attention.mosaic_gpu.byte_work import BytesWork
-from mla_jax.attention.mosaic_gpu.work import HalvesWork, Ref
+from mla_jax.attention.mosaic_gpu.work import HalvesWork, Ref, Slots
 
 
 class Fp8Queries(NamedTuple):
-    """A request's queries in shared memory, in e4m3; the sum over the first axis."""
+    """A request's queries in shared memory, in e4m3; the sum over the first axis. Halves are lines of 128 dims."""
 
-    left: Ref  # [query_parts, 64, 256]
-    right: Ref  # [query_parts, 64, 256]
+    left: Ref  # [query_parts, 2, 64, 128]
+    right: Ref  # [query_parts, 2, 64, 128]
     rope: Ref  # [query_parts, 64, 64]
 
 
@@ -20,5 +20,6 @@ class Fp8Cta(BytesWork, HalvesWork):
     """What the roles of the kernel for e4m3 share."""
 
     queries: Fp8Queries
+    keys: Slots  # the slots, as operands of products
     query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
     value_scale: Ref  # [1] float32

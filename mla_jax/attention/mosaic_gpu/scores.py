@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
 from mla_jax.attention.mosaic_gpu.hardware import clear_rows, make_visible, negate, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.steps import Steps, finish, no_steps
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn, Work
 
 MATRIX = plgpu.Layout.WGMMA
@@ -59,20 +60,18 @@ def score(cta: Cta) -> None:
         def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Turn]) -> Any:
             softmax, products, turn = carry
 
-            def publish() -> Softmax:
-                return _publish(cta, segment, i, turn, softmax, products, logit_scale, masked=masked)
-
-            softmax, products = _products(cta, queries, turn.after(config), publish)
+            steps = _publish(cta, segment, i, turn, softmax, products, logit_scale, masked=masked)
+            softmax, products = _products(cta, queries, turn.after(config), steps)
             _free_held_back(cta, turn)
             return softmax, products, turn.after(config)
 
-        _, products = _products(cta, queries, turn, lambda: None)
+        _, products = _products(cta, queries, turn, no_steps())
         last = segment.end - 1
         mask_from = lax.max(lax.min(first_masked_block(cta, segment.length), last), segment.first)
         carry = (Softmax.empty(), products, turn)
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, turn = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
-        softmax = _publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True)
+        softmax = finish(_publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True))
         _free_held_back(cta, turn)
         store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1))
         return turn.after(config)
@@ -113,7 +112,7 @@ def _take_queries(cta: Cta, turn: Turn, *, negative: jax.Array) -> Queries:
     return queries
 
 
-def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Callable[[], Any]) -> tuple[Any, jax.Array]:
+def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Steps[Any]) -> tuple[Any, jax.Array]:
     """Result of `meanwhile`, and Q K^T of one block: [64, 64] float32, under way meanwhile.
 
     The right half is waited for late: its slot is that of the block before the last, whose values may be in use.
@@ -131,7 +130,7 @@ def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Callable[[], An
         plgpu.barrier_wait(cta.left_full.at[turn.left])
         products = dot(queries.left, left) + dot(query_rope[...], rope)
         plgpu.commit_smem()  # the slot has been read
-        result = meanwhile()
+        result = finish(meanwhile)
         plgpu.barrier_wait(cta.right_full.at[turn.right])
         products += dot(queries.right, right_kept) + dot(query_moved[...], right_moved)
         plgpu.commit_smem()
@@ -141,7 +140,7 @@ def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Callable[[], An
         plgpu.barrier_wait(cta.left_full.at[turn.left])
         plgpu.wgmma(products, queries.left, left.transpose((1, 0)))
         plgpu.wgmma(products, query_rope, rope.transpose((1, 0)))
-        result = meanwhile()
+        result = finish(meanwhile)
         plgpu.barrier_wait(cta.right_full.at[turn.right])
         plgpu.wgmma(products, queries.right, right_kept.transpose((1, 0)))
         plgpu.wgmma(products, query_moved, right_moved.transpose((1, 0)))
@@ -161,12 +160,15 @@ def _publish(
     *,
     masked: bool,
     last: bool = False,
-) -> Softmax:
+) -> Steps[Softmax]:
     """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
     visible = visible_keys(cta, segment, block) if masked else None
-    softmax, decay, probabilities = advance(softmax, products, scale, visible)
-    warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
-    cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
+
+    def store(_: int, probabilities: jax.Array) -> None:
+        warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
+        cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
+
+    softmax, decay = yield from advance(softmax, products, scale, visible, store)
     cta.decay(turn.left)[...] = decay
     if last:
         cta.total(turn.left)[...] = softmax.totals.sum(axis=1)
@@ -183,25 +185,42 @@ def _publish(
 
 
 def advance(
-    softmax: Softmax, products: jax.Array, scale: jax.Array, visible: jax.Array | None
-) -> tuple[Softmax, jax.Array, jax.Array]:
-    """One step of the online softmax: its new state, the decay of what came before, the probabilities.
+    softmax: Softmax,
+    products: jax.Array,
+    scale: jax.Array,
+    visible: jax.Array | None,
+    store: Callable[[int, jax.Array], None],
+    columns: int = PAGE,
+) -> Steps[tuple[Softmax, jax.Array]]:
+    """The online softmax of a block: returns its new state, and the decay of what came before.
 
-    `scale` of the logits is one number or one for each row.
+    `scale` of the logits is one number or one for each row. `store` is called with the first column and the
+    probabilities of so many at a time.
     """
-    logits = products * lax.broadcast_in_dim(scale, products.shape, range(scale.ndim))
+
+    def logits(first: int) -> jax.Array:
+        some = products[:, first : first + columns] if columns < PAGE else products
+        return some * lax.broadcast_in_dim(scale, some.shape, range(scale.ndim))
+
     if visible is None:
         highest = products.max(axis=1) * scale  # scale >= 0: fewer multiplications
     else:
-        logits = jnp.where(visible, logits, HIDDEN)
-        highest = logits.max(axis=1)
+        assert columns == PAGE
+        hidden = jnp.where(visible, logits(0), HIDDEN)
+        highest = hidden.max(axis=1)
     top = jnp.where(highest > softmax.top + SLACK, highest, softmax.top)
     decay = jnp.exp2(softmax.top - top)
-    probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [0]))
     totals = softmax.totals * lax.broadcast_in_dim(decay, softmax.totals.shape, [0])
-    for column in range(0, PAGE, COLUMNS):  # a thread's own numbers: no exchange with other threads
-        totals += probabilities[:, column : column + COLUMNS]
-    return Softmax(top, totals), decay, probabilities
+    yield
+    for first in range(0, PAGE, columns):
+        some = logits(first) if visible is None else hidden
+        probabilities = jnp.exp2(some - lax.broadcast_in_dim(top, some.shape, [0]))
+        store(first, probabilities)
+        for column in range(0, columns, COLUMNS):  # a thread's own numbers: no exchange with other threads
+            totals += probabilities[:, column : column + COLUMNS]
+        if first + columns < PAGE:
+            yield
+    return Softmax(top, totals), decay
 
 
 def first_masked_block(cta: Work, length: jax.Array) -> jax.Array:

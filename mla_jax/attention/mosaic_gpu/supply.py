@@ -65,15 +65,23 @@ def start_copy(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> 
     """Start loading this side's half of an item into a slot that nobody uses."""
 
     def copy(source: Ref, rows: int) -> None:
-        def part(buffer: Ref, first: int, columns: int, full: Ref) -> None:
-            target = buffer.at[slot] if rows == ROWS else buffer.at[slot, pl.ds(0, rows)]
+        def part(target: Ref, first: int, columns: int, full: Ref) -> None:
+            target = target if rows == ROWS else target.at[pl.ds(0, rows)]
             plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, columns)], target, full.at[slot])
 
+        def half(buffer: Ref, first: int, full: Ref) -> None:
+            if len(buffer.shape) == 3:
+                part(buffer.at[slot], first, HALF, full)
+                return
+            lines, width = buffer.shape[1], buffer.shape[3]
+            for line in range(lines):
+                part(buffer.at[slot, line], first + line * width, width, full)
+
         if side == Side.LEFT:
-            part(cta.slots.left, 0, HALF, cta.left_full)
-            part(cta.slots.rope, LATENT, ROPE, cta.left_full)
+            half(cta.slots.left, 0, cta.left_full)
+            part(cta.slots.rope.at[slot], LATENT, ROPE, cta.left_full)
         else:
-            part(cta.slots.right, HALF, HALF, cta.right_full)
+            half(cta.slots.right, HALF, cta.right_full)
 
     there = item.request <= cta.span.end_req
     keys = there & (item.block >= 0)

@@ -52,7 +52,10 @@ class Global(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The rings in shared memory. A slot holds a block of keys, or a request's queries before its first."""
+    """The rings in shared memory. A slot holds a block of keys, or a request's queries before its first.
+
+    Halves may lie in lines of some dims: [slots, lines, 64, 256 / lines].
+    """
 
     left: Ref  # [left_slots, 64, 256] dims 0:256, also the left values
     right: Ref  # [right_slots, 64, 256] dims 256:512, also the right values
