@@ -97,7 +97,10 @@ def _operands(item: Slots | Fp8Queries, index: Any) -> list[Ref]:
 def _products(
     cta: Fp8Cta, segment: Segment, place: Place, meanwhile: Steps[Any], *, plain: bool = False
 ) -> tuple[Any, jax.Array]:
-    """Result of `meanwhile`, and Q Kᵀ of one block: [64, 64] float32, under way meanwhile."""
+    """Result of `meanwhile`, and Q Kᵀ of one block: [64, 64] float32, under way meanwhile.
+
+    plain: issue all products first. Where steps hide keys, ptxas waits for each product that comes between them.
+    """
     keys = _operands(cta.keys, place.slot)
     # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
     # all query tiles in registers otherwise.
