@@ -148,7 +148,7 @@ def _store_dims(address: Any, offset: int, numbers: list[Any], element: Any) -> 
 
 
 def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: bool) -> None:
-    """target = the first rows of a (64, 64) matrix in float16; target is [4, rows, 16], 16 columns to a tile PART."""
+    """target = the first rows of a (64, n) matrix in float16; target is [n / 16, rows, 16] in tiles PART."""
     if emulate:
         for part in range(target.shape[0]):
             columns = slice(part * KEYS_AT_ONCE, (part + 1) * KEYS_AT_ONCE)
