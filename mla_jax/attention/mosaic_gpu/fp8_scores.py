@@ -1,7 +1,6 @@
 """The score role for FP8 caches: S = Q Kᵀ in e4m3 as it lies in the cache, softmax, probabilities in float16."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -119,12 +118,12 @@ def _products(
         return finish(meanwhile), products
 
     def multiply(products: Any) -> tuple[Any, jax.Array]:
-        def issue(some: Sequence[tuple[Ref, Ref]]) -> None:
-            for q, k in some:
-                plgpu.wgmma(products, q, k.transpose((1, 0)))
-
-        one_by_one = [functools.partial(issue, [operand]) for operand in operands]
-        return interleave([lambda: issue(operands)] if plain else one_by_one, meanwhile), products[...]
+        issue = [functools.partial(plgpu.wgmma, products, q, k.transpose((1, 0))) for q, k in operands]
+        if plain:
+            for one in issue:
+                one()
+            return finish(meanwhile), products[...]
+        return interleave(issue, meanwhile), products[...]
 
     return pl.run_scoped(multiply, plgpu.ACC((ROWS, PAGE), jnp.float32))
 
