@@ -143,18 +143,21 @@ def _step_cell(row: dict[str, Any] | None) -> str:
 
 def query_steps() -> str:
     """What e4m3 queries are worth to steps over an FP8 cache; nothing before that was measured."""
-    if not is_measured(GPU, "fp8-queries"):
+    if not is_measured(GPU, "end-to-end"):
         return ""
-    file, report = newest(GPU, "fp8-queries")
+    file, report = newest(GPU, "end-to-end")
+    plain = [row for row in report["rows"] if row["mtp"] == "off"]
+    most = max(row["batch"] for row in plain)
     times: dict[tuple[int, int], dict[str, float]] = {}
-    for row in report["rows"]:
+    for row in (row for row in plain if row["batch"] == most):
         times.setdefault((row["heads"], row["batch"]), {})[row["kv_format"]] = row["wall_us"]
     parts = [
         f"{grouped(by['bf16'])} µs for {batch} requests and {heads} heads with a cache in bf16, "
         f"{grouped(by['fp8_e4m3'])} in `fp8_e4m3`, {grouped(by[E4M3_QUERIES])} with `--fp8-queries`"
         for (heads, batch), by in times.items()
+        if E4M3_QUERIES in by
     ]
-    first = report["rows"][0]
+    first = plain[0]
     return (
         f"A step of {first['layers']} layers of DeepSeek-V3's attention, {first['context']} tokens in the cache, "
         f"without drafts: {'; '.join(parts)} ([results]({file}): {_made(report)})."
