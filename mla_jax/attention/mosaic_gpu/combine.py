@@ -57,55 +57,55 @@ def announce_pieces(cta: Work, ours: tuple[Share, Share]) -> None:
 
 
 def merge(cta: Work, ours: tuple[Share, Share], side: jax.Array) -> None:
-    """Merge this part's share of the rows of its first and its last request, one half of the value dims.
+    """Merge this part's shares of the rows of its first and its last request.
 
     Every part of a shared request merges 1 / pieces of its rows once all pieces are there. This cannot
-    deadlock: all CTAs of the grid are on the GPU together, and each leaves its pieces before it waits.
+    deadlock: all CTAs of the grid are on the GPU together, and each leaves its pieces before it waits. Two shares
+    are merged at the same time, one by each value role; of one share, each role merges half of the value dims.
     """
+    first, last = ours
+    both = (first.pieces > 1) & (last.pieces > 1)
+    mine = jnp.where(both, side == Side.LEFT, first.pieces > 1)
+    share = Share(*(jnp.where(mine, *pair) for pair in zip(first, last, strict=True)))
 
-    def one(which: jax.Array, nothing: int) -> int:
-        share = Share(*(jnp.where(which == 0, first, last) for first, last in zip(*ours, strict=True)))
-
-        @pl.when(share.pieces > 1)
-        def _() -> None:
-            counter, signals = cta.counter(share.request), share.pieces * SIGNALS_PER_PIECE
-            wait_for_count(counter, signals)
-            count_out(counter, signals, share.pieces * len(Side))
-            _merge_share(cta, share, side)
-
-        return nothing
-
-    lax.fori_loop(0, 2, one, 0)
+    @pl.when(share.pieces > 1)
+    def _() -> None:
+        counter, signals = cta.counter(share.request), share.pieces * SIGNALS_PER_PIECE
+        wait_for_count(counter, signals)
+        leave = functools.partial(count_out, counter, signals, share.pieces * len(Side))
+        leave()
+        pl.when(both)(leave)  # for the other role, which has another share
+        _merge_share(cta, share, both, side)
 
 
-def _merge_share(cta: Work, share: Share, side: jax.Array) -> None:
+def _merge_share(cta: Work, share: Share, both: jax.Array, side: jax.Array) -> None:
+    """`both` sides of it, or one."""
+    rows = share.end - share.begin
+    halves = jnp.where(both, 2 * rows, rows)
     few, some = share.pieces <= FEW, share.pieces <= SOME
-    many_rows = 8 if cta.problem.query_parts < 2 else 4  # at once; queries in two parts leave no registers
-    wide = few & (share.end - share.begin > 4 * WARPS)
-
-    def several(rows: int, unroll: int) -> None:
-        _in_tiles(cta, share, side, rows * WARPS, functools.partial(merge_few, rows=rows, unroll=unroll))
-
-    pl.when(wide)(lambda: several(rows=many_rows, unroll=2))
-    pl.when(few & ~wide)(lambda: several(rows=4, unroll=2))
-    pl.when(some & ~few)(lambda: several(rows=1, unroll=8))
-    pl.when(~some)(lambda: _in_tiles(cta, share, side, 1, merge_many))
-
-
-def _in_tiles(cta: Work, share: Share, side: jax.Array, rows: int, merge: Callable[..., None]) -> None:
-    """Merge the rows of a share, so many at a time."""
+    at_once = 8 if cta.problem.query_parts < 2 else 4  # for each warp; queries in two parts leave no registers
+    wide = few & (halves > 4 * WARPS)
+    first_row = cta.row_block * ROWS + share.begin
     memory = cta.memory
     out, lse = memory.out.at[share.request], memory.lse.at[share.request]
     refs = (out, lse, memory.part_out, memory.part_lse, memory.part_scale)
-    before = cta.row_block * ROWS
 
-    def tile(t: jax.Array, nothing: int) -> int:
-        slots = (share.first_slot, share.second_slot, share.pieces)
-        where = Where(*slots, before + share.begin + t * rows, before + share.end - 1, side)
-        merge(refs, where, by_thread=cta.pieces_by_thread)
-        return nothing
+    def in_tiles(size: int, merge: Callable[..., None]) -> None:
+        def tile(t: jax.Array, nothing: int) -> int:
+            slots = (share.first_slot, share.second_slot, share.pieces)
+            where = Where(*slots, first_row, first_row + rows - 1, t * size, both.astype(jnp.int32), side)
+            merge(refs, where, by_thread=cta.pieces_by_thread)
+            return nothing
 
-    lax.fori_loop(0, lax.div(share.end - share.begin + (rows - 1), jnp.int32(rows)), tile, 0)
+        lax.fori_loop(0, lax.div(halves + (size - 1), jnp.int32(size)), tile, 0)
+
+    def several(count: int, unroll: int) -> None:
+        in_tiles(count * WARPS, functools.partial(merge_few, count=count, unroll=unroll))
+
+    pl.when(wide)(lambda: several(count=at_once, unroll=2))
+    pl.when(few & ~wide)(lambda: several(count=4, unroll=2))
+    pl.when(some & ~few)(lambda: several(count=1, unroll=8))
+    pl.when(~some)(lambda: in_tiles(1, merge_many))
 
 
 def merge_outside(

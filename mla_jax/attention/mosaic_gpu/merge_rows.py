@@ -26,14 +26,23 @@ AT_ONCE = 64  # pieces of which a warp reads a row at once, where there are many
 
 
 class Where(NamedTuple):
-    """Rows of a shared request to merge, and its pieces: numbers that all threads have."""
+    """Halves of rows of a shared request to merge, and its pieces: numbers that all threads have."""
 
     first_slot: jax.Array  # workspace slot of the first piece
     second_slot: jax.Array  # of the piece after it; the others follow
     pieces: jax.Array
-    row: jax.Array  # the first row to merge
-    last_row: jax.Array  # that may be merged, in its place where there are fewer
-    side: jax.Array  # half of the dims
+    first_row: jax.Array  # halves are counted from it
+    last_row: jax.Array  # it takes the place of those behind it
+    first: jax.Array  # half to merge
+    both: jax.Array  # 1: halves are the left and the right one of each row in turn; 0: of `side` alone
+    side: jax.Array
+
+
+class _Half(NamedTuple):
+    """One half of a row, in registers."""
+
+    row: Any
+    side: Any
 
 
 class _Workspace(NamedTuple):
@@ -49,10 +58,17 @@ class _Workspace(NamedTuple):
     by_thread: bool
     where: Where
 
+    def half(self, ahead: Any) -> _Half:
+        """So far ahead of the first to merge."""
+        where = self.where
+        index = arith.addi(where.first, ahead)
+        row = arith.minsi(arith.addi(where.first_row, arith.shrui(index, where.both)), where.last_row)
+        return _Half(row, arith.select(_is_zero(where.both), where.side, arith.andi(index, i32(1))))
+
     def row_of(self, piece: Any, row: Any) -> Any:
         """Index of a row of a piece in the workspace; the last piece's in place of one that does not exist."""
         piece = arith.minsi(piece, arith.subi(self.where.pieces, i32(1)))
-        first = arith.cmpi(arith.CmpIPredicate.eq, piece, i32(0))
+        first = _is_zero(piece)
         later = arith.addi(self.where.second_slot, arith.subi(piece, i32(1)))
         return arith.addi(times(arith.select(first, self.where.first_slot, later), self.rows), row)
 
@@ -61,34 +77,34 @@ class _Workspace(NamedTuple):
         there = arith.cmpi(arith.CmpIPredicate.slt, piece, self.where.pieces)
         return arith.select(there, _load(at_byte(self.part_lse, times(index, 4))), f32(float("-inf")))
 
-    def scale_of(self, index: Any, group: Any) -> Any:
-        """Of a group of 64 dims of this side."""
-        group = arith.addi(times(self.where.side, GROUPS), group)
+    def scale_of(self, index: Any, side: Any, group: Any) -> Any:
+        """Of a group of 64 dims of a side."""
+        group = arith.addi(times(side, GROUPS), group)
         return _load(at_byte(self.part_scale, arith.addi(times(index, 4 * 2 * GROUPS), times(group, 4))))
 
-    def numbers_at(self, index: Any, word: Any) -> Any:
-        """Address of a word of two numbers of this side."""
-        offset = arith.addi(times(self.where.side, 2 * HALF), times(word, 4))
+    def numbers_at(self, index: Any, side: Any, word: Any) -> Any:
+        """Address of a word of two numbers of a side."""
+        offset = arith.addi(times(side, 2 * HALF), times(word, 4))
         return at_byte(self.part_out, arith.addi(times(index, ROW_BYTES), offset))
 
-    def store(self, row: Any, word: Any, numbers: Sequence[Any]) -> None:
+    def store(self, half: _Half, word: Any, numbers: Sequence[Any]) -> None:
         """Two neighbours of the output, which pieces have at `word`."""
         if self.by_thread:
             group, pair, i = (arith.divui(word, i32(16)), *_quad(word))
             word = arith.addi(arith.addi(times(group, 16), times(i, 4)), pair)
-        offset = arith.addi(times(self.where.side, 2 * HALF), times(word, 4))
-        address = at_byte(self.out, arith.addi(times(row, ROW_BYTES), offset))
+        offset = arith.addi(times(half.side, 2 * HALF), times(word, 4))
+        address = at_byte(self.out, arith.addi(times(half.row, ROW_BYTES), offset))
         kind = "bf16" if isinstance(self.element, ir.BF16Type) else "f16"
         code = f"{{ .reg .b32 w; cvt.rn.{kind}x2.f32 w, $2, $1; st.global.b32 [$0], w; }}"
         ptx(code, address, *numbers)
 
-    def store_lse(self, row: Any, top: Any, total: Any, *, lane: Any) -> None:
-        """In natural log; -inf for a row that sees no key. One thread of one side does it."""
+    def store_lse(self, half: _Half, top: Any, total: Any, *, lane: Any) -> None:
+        """In natural log; -inf for a row that sees no key. One thread of the left half does it."""
         log = arith.addf(top, _unary("lg2.approx.f32", total))
         empty = arith.cmpf(arith.CmpFPredicate.OEQ, total, f32(0.0))
         lse = arith.select(empty, f32(float("-inf")), arith.mulf(log, f32(1 / LOG2E)))
-        one = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(self.where.side, lane), i32(0))
-        address = at_byte(self.lse, times(row, 4))
+        one = _is_zero(arith.ori(half.side, lane))
+        address = at_byte(self.lse, times(half.row, 4))
         ptx("st.global.f32 [$0], $1;", address, lse, predicate=one)
 
 
@@ -96,39 +112,38 @@ def _quad(word: Any) -> tuple[Any, Any]:
     return arith.remui(arith.divui(word, i32(4)), i32(4)), arith.remui(word, i32(4))
 
 
-def merge_few(refs: Sequence[Ref], where: Where, *, rows: int, unroll: int, by_thread: bool) -> None:
-    """Merge 4 * rows rows, each warp `rows` of them, reading `unroll` pieces of each at once."""
+def merge_few(refs: Sequence[Ref], where: Where, *, count: int, unroll: int, by_thread: bool) -> None:
+    """Merge 4 * count halves of rows, each warp `count` of them, reading `unroll` pieces of each at once."""
 
     def body(work: _Workspace) -> None:
         warp, lane = warp_and_lane()
-        row = [arith.addi(work.where.row, arith.addi(warp, i32(WARPS * j))) for j in range(rows)]
-        row = [arith.minsi(r, work.where.last_row) for r in row]
-        states = [f32(LOWEST), *[f32(0.0)] * (1 + 2 * WORDS)] * rows
-        size = len(states) // rows
+        halves = [work.half(arith.addi(warp, i32(WARPS * j))) for j in range(count)]
+        states = [f32(LOWEST), *[f32(0.0)] * (1 + 2 * WORDS)] * count
+        size = len(states) // count
         steps = arith.divui(arith.addi(work.where.pieces, i32(unroll - 1)), i32(unroll))
         loop: Any = scf.ForOp(i32(0), steps, i32(1), states)  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             pieces = [arith.addi(times(loop.induction_variable, unroll), i32(u)) for u in range(unroll)]
-            found = [[_read_wide(work, piece, r, lane) for piece in pieces] for r in row]
+            found = [[_read_wide(work, piece, half, lane) for piece in pieces] for half in halves]
             states = list(loop.inner_iter_args)
-            scf.yield_([x for j in range(rows) for x in _advance(states[j * size : (j + 1) * size], found[j])])
-        for j in range(rows):
+            scf.yield_([x for j in range(count) for x in _advance(states[j * size : (j + 1) * size], found[j])])
+        for j, half in enumerate(halves):
             top, total, *output = loop.results[j * size : (j + 1) * size]
             inverse = _inverse(total)
             for i in range(WORDS):
                 word = arith.addi(times(lane, WORDS), i32(i))
-                work.store(row[j], word, [arith.mulf(x, inverse) for x in output[2 * i : 2 * i + 2]])
-            work.store_lse(row[j], top, total, lane=lane)
+                work.store(half, word, [arith.mulf(x, inverse) for x in output[2 * i : 2 * i + 2]])
+            work.store_lse(half, top, total, lane=lane)
 
     _run(body, refs, where, by_thread=by_thread)
 
 
-def _read_wide(work: _Workspace, piece: Any, row: Any, lane: Any) -> tuple[Any, Any, list[Any]]:
-    """lse, scale and this lane's 8 numbers of a row of a piece."""
-    index = work.row_of(piece, row)
+def _read_wide(work: _Workspace, piece: Any, half: _Half, lane: Any) -> tuple[Any, Any, list[Any]]:
+    """lse, scale and this lane's 8 numbers of half a row of a piece."""
+    index = work.row_of(piece, half.row)
     lse = work.lse_of(piece, index)
-    scale = work.scale_of(index, arith.divui(lane, i32(32 // GROUPS)))
-    address = work.numbers_at(index, times(lane, WORDS))
+    scale = work.scale_of(index, half.side, arith.divui(lane, i32(LANES // GROUPS)))
+    address = work.numbers_at(index, half.side, times(lane, WORDS))
     load = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
     words = ptx(load, address, result_types=[int32()] * WORDS)
     return lse, scale, list(words)
@@ -151,23 +166,24 @@ def _advance(state: Sequence[Any], found: Sequence[tuple[Any, Any, list[Any]]]) 
 
 
 def merge_many(refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
-    """Merge one row, each warp a group of 64 dims: lanes find the weights of a piece each, and pass them round."""
+    """Merge half a row, each warp 64 dims of it: lanes find the weights of some pieces each, and pass them round."""
 
     def body(work: _Workspace) -> None:
         warp, lane = warp_and_lane()
-        word, row = arith.addi(times(warp, 32), lane), work.where.row
+        word, half = arith.addi(times(warp, LANES), lane), work.half(i32(0))
         start = [f32(LOWEST), f32(0.0), f32(0.0), f32(0.0)]
         loop: Any = scf.ForOp(i32(0), work.where.pieces, i32(AT_ONCE), start)  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             first = loop.induction_variable
             pieces = [arith.addi(first, arith.addi(lane, i32(i))) for i in range(0, AT_ONCE, LANES)]
-            indices = [work.row_of(piece, row) for piece in pieces]
+            indices = [work.row_of(piece, half.row) for piece in pieces]
             lses = [work.lse_of(*args) for args in zip(pieces, indices, strict=True)]
-            scales = [work.scale_of(index, warp) for index in indices]
+            scales = [work.scale_of(index, half.side, warp) for index in indices]
             there = arith.subi(work.where.pieces, first)
-            words = [
-                _read_word(work, _from_lane(indices[u // LANES], u % LANES), u, there, word) for u in range(AT_ONCE)
+            addresses = [
+                work.numbers_at(_from_lane(indices[u // LANES], u % LANES), half.side, word) for u in range(AT_ONCE)
             ]
+            words = [_read_word(address, u, there) for u, address in enumerate(addresses)]
             before, total, *output = loop.inner_iter_args
             top = arith.maxnumf(before, _over_lanes(arith.maxnumf, functools.reduce(arith.maxnumf, lses)))
             decay, weights = _exp2(arith.subf(before, top)), [_exp2(arith.subf(lse, top)) for lse in lses]
@@ -181,16 +197,15 @@ def merge_many(refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
         top, total, *output = loop.results
         total = _over_lanes(arith.addf, total)
         inverse = _inverse(total)
-        work.store(row, word, [arith.mulf(x, inverse) for x in output])
-        work.store_lse(row, top, total, lane=word)
+        work.store(half, word, [arith.mulf(x, inverse) for x in output])
+        work.store_lse(half, top, total, lane=word)
 
     _run(body, refs, where, by_thread=by_thread)
 
 
-def _read_word(work: _Workspace, index: Any, number: int, there: Any, word: Any) -> Any:
+def _read_word(address: Any, number: int, there: Any) -> Any:
     """Two numbers of a row of one of the pieces that are `there`, zeros if its number is not among them."""
     code = f"{{ .reg .pred p; setp.gt.s32 p, $2, {number}; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }}"
-    address = work.numbers_at(index, word)
     return ptx(code, address, there, result_types=int32())
 
 
@@ -206,6 +221,10 @@ def _run(body: Any, refs: Sequence[Ref], where: Where, *, by_thread: bool) -> No
         body(_Workspace(out, lse, part_out, part_lse, part_scale, rows, element, by_thread, registers))
 
     merge(*refs, *where)
+
+
+def _is_zero(x: Any) -> Any:
+    return arith.cmpi(arith.CmpIPredicate.eq, x, i32(0))
 
 
 def _load(address: Any) -> Any:
