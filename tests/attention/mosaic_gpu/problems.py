@@ -34,7 +34,7 @@ class Problem:
         pages, room = -(-lens // PAGE), -(-self.room // PAGE)
         width = max(int(pages.max()), room, 1) + 1
         total = max(int(pages.sum()), batch * room) + 2  # page 0 and one more that nobody owns
-        cache = np.full((total, PAGE, DIM), np.nan, np.float32)
+        cache = np.full((total, PAGE, DIM), np.nan, jnp.dtype(self.dtype))
         order = rng.permutation(total - 1)[: int(pages.sum())] + 1
         table = np.where(rng.random((batch, width)) < 0.5, 2147480000, -1).astype(np.int32)
         at = 0
@@ -50,7 +50,7 @@ class Problem:
         mask = None
         if self.tree:
             mask = rng.random((batch, self.tokens, self.tokens)) < 0.5
-        return jnp.asarray(q, self.dtype), jnp.asarray(cache, self.dtype), table, lens, mask
+        return jnp.asarray(q, self.dtype), jnp.asarray(cache), table, lens, mask
 
     def expected(self, q, cache, table, lens, mask):
         """out [B, S, H, 512], lse [B, H, S] and what rounding P may cost out, in float64."""
