@@ -164,11 +164,11 @@ def _publish(
     """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
     visible = visible_keys(cta, segment, block) if masked else None
 
-    def store(_: int, probabilities: jax.Array) -> None:
-        warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
-        cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
-
-    softmax, decay = yield from advance(softmax, products, scale, visible, store)
+    found: list[jax.Array] = []
+    softmax, decay = yield from advance(softmax, products, scale, visible, lambda _, whole: found.append(whole))
+    # Stored behind the sums: if before, ptxas lets the value roles wait until the next products have been copied.
+    warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
+    cta.slots.rope.at[turn.left][...] = found[0].astype(cta.problem.dtype)
     cta.decay(turn.left)[...] = decay
     if last:
         cta.total(turn.left)[...] = softmax.totals.sum(axis=1)
