@@ -218,7 +218,7 @@ def checked() -> str:
     return (
         f"On an {report['device']}, FlashMLA's own outputs come back bit for bit; {tests['passed']} tests of its calls "
         f"pass and {tests['failed']} fail ([results]({tests_file}), {tests['date'][:10]}). {last['passed']} tests of "
-        f"`mosaic_gpu` pass there and {last['failed']} fail{rest}; FlashMLA's grid of shapes is in a run before "
+        f"`mosaic_gpu` pass there, FlashMLA's grid of shapes among them, and {last['failed']} fail{rest} "
         f"([results]({kernels_file}), {kernels['date']}). Of `{command}` "
         f"{report['pass']} rows pass, {report['fail']} fail, and {report['skip']} are skipped, each with its reason "
         f"([results]({file}), {report['date'][:10]})."
