@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) decode for JAX: pages, schedules, kernels, and a model that uses them."""
 
-from mla_jax.attention.api import mla_decode
+from mla_jax.attention.api import mla_decode, step_schedule
 from mla_jax.attention.merge import merge_states
 from mla_jax.attention.queries import quantize_queries
 from mla_jax.cache.codec import dequantize_kv, quantize_kv
@@ -48,5 +48,6 @@ __all__ = [
     "quantize_queries",
     "save_checkpoint",
     "split_kv_b_proj",
+    "step_schedule",
     "tile_schedule",
 ]

@@ -51,11 +51,21 @@ class TileSchedule:
         num_splits: int32 `[B + 1]`, cumulative: request b is computed in `num_splits[b + 1] - num_splits[b]` pieces.
         kv_lens: int32 `[B]`, the lengths that it was made for. A schedule of other lengths gives wrong output, and
             kernels cannot see it: where a schedule is kept for reuse, `check` can.
+        order: of the columns, one of the three.
     """
 
     metadata: Int32[Array, "parts 8"]
     num_splits: Int32[Array, "B+1"]
     kv_lens: Int32[Array, " B"]
+    order: str = dataclasses.field(default=ORDERS[0], metadata={"static": True})
+
+    def require_order(self, order: str, reader: str) -> None:
+        """Raise ValueError unless the columns are in the order that `reader` takes."""
+        if self.order != order:
+            raise InputError(
+                f"schedule has its columns in the order of {self.order}, {reader} takes that of {order}; make it with "
+                f"step_schedule, or with order={order!r}."
+            )
 
     def check(self, kv_lens: Int32[Array, " B"]) -> bool:
         """True if this is a schedule for these lengths; for debugging and tests.
@@ -157,7 +167,7 @@ def _schedule(kv_lens: Array, parts: int, order: str, overhead: int) -> TileSche
             columns = [begin_req, begin_block, end_req, end_block, begin_split]
     columns = [c.astype(jnp.int32) for c in columns]
     metadata = jnp.stack(columns + [jnp.zeros(parts, jnp.int32)] * (8 - len(columns)), axis=1)
-    return TileSchedule(metadata, cut.num_splits, kv_lens)
+    return TileSchedule(metadata, cut.num_splits, kv_lens, order)
 
 
 def _block_columns(cut: "_Cut", kv_lens: Array, blocks: Array) -> list[Array]:

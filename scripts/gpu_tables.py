@@ -27,11 +27,13 @@ def step() -> str:
     return (
         table(("µs per step", "1 request", "8", "64"), lines)
         + f"\n\n[Results]({file}): {first['device']}, jax {first['jax']}, {first['date'][:10]}; "
-        f"`python {_without_output(first['command'])}`.\n\n"
-        "What is left above the kernels' own time is the host's, which has to start every step. So `Engine` runs 8 "
-        f"steps per call on a GPU: {one} µs per step for one request, {eight} for 8 ([results]({drafts_file}), rows "
-        f"without drafts). A step of 27 layers of DeepSeek-V3's attention compiles in {anew:.0f} s, and in "
-        f"{again:.0f} s when XLA's persistent cache has it ([results]({compile_file}))."
+        f"`python {_with_a_file(first['command'])}`.\n\n"
+        "Kernels' times are from a profiled run of its own, in which each takes a little longer: with many requests "
+        "their sum passes the step. What is left above it with few is the host's, which has to start every step. So "
+        f"`Engine` runs 8 steps per call on a GPU: {one} µs per step for one request, {eight} for 8 "
+        f"([results]({drafts_file}), rows without drafts). A step of 27 layers of DeepSeek-V3's attention "
+        f"compiles in {anew:.0f} s, and in {again:.0f} s when XLA's persistent cache has it "
+        f"([results]({compile_file}))."
     )
 
 
@@ -54,9 +56,9 @@ def drafts() -> str:
     )
     return (
         table((*head, "greedy tokens/s, 1 request", "8", "32"), lines)
-        + f"\n\nTokens per step: [results]({accept_file}), `make bench-drafts`. Times: [results]({file}), an H200, 8 "
-        "steps per call, bf16, 400 tokens in the cache, `bash tests/gpu/mtp_table.sh`, 2026-11-30. Tokens/s follow "
-        "from both."
+        + f"\n\nTokens per step: [results]({accept_file}), `make bench-drafts`. Times: [results]({file}), an H200, "
+        "8 steps per call, bf16, 400 tokens in the cache, all zeros, `OUT=FOLDER bash tests/gpu/mtp_table.sh`, "
+        "2026-11-30. Tokens/s follow from both."
     )
 
 
@@ -76,7 +78,10 @@ def stack() -> str:
             cells.append(f"{grouped(speed)} ({100 * (speed / plain - 1):+.0f} %)")
         lines.append((label, *cells))
     head = ("heads, requests", "plain, tokens/s", *list(DRAFTS.values())[1:])
-    return table(head, lines) + f"\n\n[Results]({file}) of the same command, with the tokens per step above."
+    return table(head, lines) + (
+        f"\n\n[Results]({file}) of the same command, with the tokens per step above and latents of zeros in the cache, "
+        "which take less power than the random ones below, and so less time."
+    )
 
 
 def end_to_end() -> str:
@@ -266,13 +271,13 @@ def _speed(rows: Any, accepted: Any, heads: int, batch: int, draft: str) -> floa
 
 def _made(report: dict[str, Any]) -> str:
     """Where, when and how; a file that was merged from several runs has the command of each."""
-    commands = [_without_output(run["command"]) for run in report.get("runs", [report])]
+    commands = [_with_a_file(run["command"]) for run in report.get("runs", [report])]
     how = " and ".join(f"`python {command}`" for command in commands)
     return f"{report['device']}, jax {report['jax']}, {report['date'][:10]}; {how}"
 
 
-def _without_output(command: str) -> str:
-    """Without the file that the run wrote."""
+def _with_a_file(command: str) -> str:
+    """With FILE in place of the file that the run wrote."""
     words = command.split()
-    at = words.index("--json")
-    return " ".join(words[:at] + words[at + 2 :])
+    words[words.index("--json") + 1] = "FILE"
+    return " ".join(words)

@@ -70,5 +70,6 @@ def _lengths(case: Case) -> str:
 def _source(file: str, report: dict[str, Any]) -> str:
     wanted = (name for name in report["versions"] if name not in ("mla-jax", "jaxlib"))
     versions = ", ".join(f"{name} {report['versions'][name]}" for name in wanted if report["versions"][name])
-    made = f"{report['device']}, {report['date'][:10]}, {versions}"
+    commit = f", commit {report['commit']}" if "commit" in report else ""
+    made = f"{report['device']}, {report['date'][:10]}, {versions}{commit}"
     return f"[{Path(file).name}]({file}): {made}; `{report['command']}`"

@@ -30,7 +30,7 @@ COMMANDS = re.findall(r"^python -m mla_jax (.*)$", README, re.MULTILINE)
 def test_python_blocks_print_what_their_comments_say() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     code = [[line for line in block.splitlines() if line.strip()] for block in blocks]
-    assert len(code) == 3 and len(code[0]) <= 12
+    assert len(code) == 4 and len(code[0]) <= 12
     out = io.StringIO()
     # As a reader runs it: without the strict promotion that our tests add.
     with contextlib.redirect_stdout(out), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

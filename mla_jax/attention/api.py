@@ -115,10 +115,13 @@ def mla_decode(
         tree_mask: bool `[B, S, S]`, replaces causal among the last S keys: query j sees key kv_lens − S + i iff
             tree_mask[b, j, i]; earlier keys are all seen.
         q_scale: factor of q in the logits, default 1: one number, or float32 `[B, S, H]`, one for each query row (see
-            `quantize_queries`); may be traced.
-        kv_scale: factor of a float8_e4m3fn cache, default 1; may be traced. None for the others.
+            `quantize_queries`); may be traced. Numbers do not show what they were divided by: where q or the cache
+            has a scale, and the call does not, the result is wrong and nothing says so.
+        kv_scale: factor of a float8_e4m3fn cache, default 1 (`PagedKVCache.scale(layer)`); may be traced. None for the
+            others.
         schedule: how kernels divide the work, from `step_schedule`: the same for all layers of a step. None makes one
-            for this call; implementations that need none ignore it.
+            for this call; implementations that need none ignore it. One of other lengths gives wrong output
+            (`TileSchedule.check`).
         implementation: None takes the fastest that can run; a name insists on one of `"mosaic_gpu"`, `"flash_mla"`,
             `"xla"`, `"reference"`, a sequence of names takes the first that can.
 
@@ -131,7 +134,9 @@ def mla_decode(
         NotImplementedError: the call is legal, but no admitted implementation can run it here.
 
     Cost: reads Σ kv_lens · D numbers once and does 2·S·H·(D + d_v)·Σ kv_lens FLOP, in kernels that skip what is
-    past a request's length; `"xla"` walks all requests to the longest and holds B·512·(D + S·H) numbers at a time.
+    past a request's length. `"mosaic_gpu"` reads them once per 64 query rows (S·H), from L2 where it can, has a
+    workspace of at most 18 MB, and two calls of it must not run on a GPU at the same time. `"xla"` walks all requests
+    to the longest and holds B·512·(D + S·H) numbers at a time.
 
     Differentiable forward and backward with `"reference"`, forward only with `"xla"`, whose loop has no fixed length,
     not at all with `"mosaic_gpu"`.
@@ -146,6 +151,11 @@ def mla_decode(
     _check_options(causal, sm_scale=sm_scale, q_scale=None if row_scales else q_scale, kv_scale=kv_scale)
     if not isinstance(schedule, TileSchedule | None):
         raise InputError(f"schedule must be a TileSchedule or None, got {type(schedule).__name__}.")
+    if schedule is not None and schedule.num_splits.shape != (q.shape[0] + 1,):
+        raise InputError(
+            f"schedule is for {schedule.num_splits.shape[0] - 1} requests, q has {q.shape[0]}; make it from this "
+            "call's kv_lens."
+        )
     if kv_scale is not None and kv_cache.dtype != jnp.float8_e4m3fn:
         raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale per tensor.")
     chosen = _choose(implementation, q, kv_cache, d_v=int(d_v), tree_mask=tree_mask, row_scales=row_scales)

@@ -56,7 +56,7 @@ def decode(
 
     Raises:
         NotImplementedError: the softmax scale is traced and the cache has none of its own to carry it.
-        ValueError: a schedule for another batch, GPU or number of query rows.
+        ValueError: a schedule for another GPU or number of query rows, or with columns in another order.
 
     Cost: FlashMLA's own, and its scratch of (B + parts) · S · H · 513 float32; for fp8_ds_mla beside it B · S · M · 64
     indices, all of which the kernel walks.
@@ -64,6 +64,8 @@ def decode(
     kind = _kind(kv_cache)
     scales = _scales(logit_scale, value_scale) if kind == "dense_fp8" else {}
     softmax_scale = 1.0 if scales else _number(logit_scale)
+    if schedule is not None:
+        schedule.require_order(_order(q), "flash_mla")
     metadata = (None, None) if schedule is None else (schedule.metadata, schedule.num_splits)
     return _decode(q, kv_cache, block_table, kv_lens, metadata, scales, softmax_scale, causal)
 
@@ -101,7 +103,11 @@ def schedule_for(q: jax.ShapeDtypeStruct | Array, kv_lens: Int32[Array, " B"]) -
     if q.dtype != jnp.float8_e4m3fn:
         return tile_schedule(kv_lens, parts)
     # The FP8 kernel is of the first generation, and flash_mla_jax gives it a token of an empty request.
-    return replace(tile_schedule(jnp.maximum(kv_lens, 1), parts, order="2025-02"), kv_lens=kv_lens)
+    return replace(tile_schedule(jnp.maximum(kv_lens, 1), parts, order=_order(q)), kv_lens=kv_lens)
+
+
+def _order(q: jax.ShapeDtypeStruct | Array) -> str:
+    return "2025-02" if q.dtype == jnp.float8_e4m3fn else "2026-01"
 
 
 def _kind(kv_cache: Any) -> str:

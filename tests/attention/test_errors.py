@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decode_problems import IMPLEMENTATIONS, assert_one_sentence
 
-from mla_jax import InputError, mla_decode
+from mla_jax import InputError, mla_decode, tile_schedule
 
 GOOD = {
     "q": jnp.zeros((2, 3, 4, 576), jnp.bfloat16),
@@ -77,6 +77,8 @@ WRONG = {
     "mask of floats": ({"tree_mask": jnp.ones((2, 3, 3))}, ("tree_mask must be bool", "float32")),
     "mask a list": ({"tree_mask": [[[True]]]}, ("tree_mask", "(2, 3, 3)", "list")),
     "mask True": ({"tree_mask": True}, ("tree_mask", "(2, 3, 3)", "bool")),
+    "schedule a table": ({"schedule": jnp.zeros((4, 8), jnp.int32)}, ("schedule must be a TileSchedule",)),
+    "schedule of another batch": ({"schedule": tile_schedule(jnp.ones(3, jnp.int32), 4)}, ("3 requests", "q has 2")),
     "unknown implementation": ({"implementation": "cuda"}, ("implementation 'cuda'", "xla", "reference")),
     "no implementation": ({"implementation": ()}, ("implementation",)),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 #!/bin/bash
 # Proof that XLA captures the decode step, and its times with capture on and off; results under $OUT.
+: "${OUT:?must name a folder for results}"; mkdir -p "$OUT"
 here=$(dirname "$0")
 dump=$(mktemp -d)
 XLA_FLAGS="--xla_dump_to=$dump --xla_dump_hlo_module_re=.*decode_step.*" \

@@ -1,6 +1,7 @@
 #!/bin/bash
 # FlashMLA through JAX on a GPU machine in one go; results and logs under $OUT. `flash_mla.sh correct time` runs both
 # parts; SHORT=SECONDS ends the first after that long, without the command check.
+: "${OUT:?must name a folder for results}"; mkdir -p "$OUT"
 here=$(dirname "$0")
 log=$(mktemp -d)
 run_tests() { timeout 100 python3 -m pytest -q --noconftest -o filterwarnings= -p no:cacheprovider --timeout 60 "$here/test_flash_mla.py" "$@"; }

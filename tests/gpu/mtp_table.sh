@@ -1,5 +1,6 @@
 #!/bin/bash
 # Step times with and without drafts, a process per case: all compile side by side, then time in turns. JSON under $OUT.
+: "${OUT:?must name a folder for results}"; mkdir -p "$OUT"
 here=$(dirname "$0")
 meet=$(mktemp -d)
 # A process has the GPU to itself when it is its turn; what makes weights and caches is compiled once for all.

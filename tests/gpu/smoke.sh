@@ -1,6 +1,7 @@
 #!/bin/bash
 # Tests, then the benchmark, on a GPU machine in one go: `smoke.sh SECONDS_FOR_TESTS [CASE... OPTION...]`; under $OUT.
 # MARK chooses the tests, such as MARK=full for upstream's grid.
+: "${OUT:?must name a folder for results}"; mkdir -p "$OUT"
 limit=$1; shift
 export PYTHONPATH=$PYTHONPATH:$PWD/tests/attention/mosaic_gpu
 timeout "$limit" python3 -m pytest -q -n "$(nproc)" --noconftest -o filterwarnings= -p no:cacheprovider \

@@ -14,7 +14,7 @@ from mla_jax.attention.mosaic_gpu.kernel import run_kernel
 from mla_jax.attention.mosaic_gpu.packing import describe, kernel_inputs, pack, unpack
 from mla_jax.attention.mosaic_gpu.requirements import num_sms
 from mla_jax.errors import InputError
-from mla_jax.schedule import TileSchedule, num_sm_parts, tile_schedule
+from mla_jax.schedule import ORDERS, TileSchedule, num_sm_parts, tile_schedule
 
 
 def decode(
@@ -39,7 +39,7 @@ def decode(
         -inf.
 
     Raises:
-        ValueError: a schedule of more parts than this GPU runs at once, or for other requests.
+        ValueError: a schedule of more parts than this GPU runs at once, or with columns in another order.
 
     Cost: reads every key once per 64 rows; workspace 2 * parts * ceil(S * H / 64) * 64 rows of 1060
     bytes, at most 18 MB. The kernel has its own jit, so layers of equal shapes compile it once.
@@ -80,17 +80,14 @@ def config_for(q: jax.ShapeDtypeStruct | Array) -> KernelConfig:
 
 
 def _check_schedule(schedule: TileSchedule, q: Array) -> None:
-    batch, tokens, heads, _ = q.shape
-    if schedule.num_splits.shape != (batch + 1,):
-        raise InputError(
-            f"schedule is for {schedule.num_splits.shape[0] - 1} requests, q has {batch}; make it from this call's "
-            "kv_lens."
-        )
+    schedule.require_order(ORDERS[0], "mosaic_gpu")
+    _, tokens, heads, _ = q.shape
     parts, row_blocks, sms = schedule.metadata.shape[0], -(-tokens * heads // ROWS), num_sms()
     if parts > 1 and parts * row_blocks > sms:
         raise InputError(
             f"schedule has {parts} parts; with {row_blocks} blocks of 64 query rows they exceed this GPU's {sms} "
-            f"multiprocessors, and all must run at once; make it with num_sm_parts({sms}, {tokens}, {heads})."
+            f"multiprocessors, and all must run at once; make it with step_schedule, or num_sm_parts({sms}, {tokens}, "
+            f"{heads})."
         )
 
 

@@ -14,6 +14,7 @@ from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
 from mla_jax.schedule import TileSchedule
 
 ROLES = 3
+HARDWARE_BARRIERS = 16
 SCORE, VALUES_LEFT, VALUES_RIGHT = range(ROLES)
 
 
@@ -57,6 +58,8 @@ def run_persistent(
         thread_name="role",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
+            # Those would let the warpgroup wait between any two statements that share memory: `Signal`s and explicit
+            # barriers say all that is needed, and the interpreter, which finds races, has checked it.
             unsafe_no_auto_barriers=not emulate,
             # Where reductions stay within a warp no scratch is needed.
             reduction_scratch_bytes=reduction_bytes if not emulate else 2048,
@@ -84,11 +87,13 @@ class Signals:
         """A signal between so many; in the interpreter, the barriers of that name."""
         signal = Signal(self._next, warpgroups * WARPGROUP, self._scratch[name] if self._emulate else None)
         self._next += self._indices
+        assert self._next <= HARDWARE_BARRIERS, "a CTA has no more hardware barriers"
         return signal
 
     def take_barrier(self) -> int:
         """The number of one more barrier."""
         self._next += 1
+        assert self._next <= HARDWARE_BARRIERS, "a CTA has no more hardware barriers"
         return self._next - 1
 
 

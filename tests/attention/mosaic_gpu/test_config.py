@@ -1,13 +1,15 @@
 """Budgets say what to lower; calls that cannot run say why."""
 
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mla_jax import mla_decode
+from mla_jax import mla_decode, tile_schedule
 from mla_jax.attention.api import implementation_for, step_schedule
+from mla_jax.attention.mosaic_gpu import launch
 from mla_jax.attention.mosaic_gpu.config import SHARED_MEMORY, KernelConfig, padded_rows
 from mla_jax.attention.mosaic_gpu.requirements import cannot_run
 from scripts.support import MACHINES, pretend
@@ -124,6 +126,15 @@ def test_who_takes_a_scale_for_each_query_row(q_dtype, cache, chosen):
         if q_dtype == cache.dtype:
             with pytest.raises(NotImplementedError, match="flash_mla: its kernels take one q_scale for all queries"):
                 implementation_for("flash_mla", q, cache, row_scales=True)
+
+
+@pytest.mark.parametrize("order", ["2025-09", "2025-02"])
+def test_schedules_in_another_order_are_refused(order):
+    schedule = tile_schedule(jnp.ones(2, jnp.int32), 4, order=order)
+    lens, table = jnp.ones(2, jnp.int32), jnp.zeros((2, 4), jnp.int32)
+    with pytest.raises(ValueError, match=f"order of {order}, mosaic_gpu takes that of 2026-01; make it with step_sch"):
+        jax.eval_shape(partial(launch.decode, logit_scale=1.0, schedule=schedule), Q, CACHE, table, lens)
+    assert jax.jit(lambda schedule: schedule)(schedule).order == order
 
 
 def test_padded_rows():
