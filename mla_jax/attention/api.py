@@ -234,7 +234,10 @@ def _choose(wanted: str | Sequence[str] | None, q: Any, kv_cache: Any, **call: A
         reasons.append(f"{name}: {reason}")
     if not reasons:
         raise InputError("implementation is an empty sequence; name at least one, or pass None.")
-    raise NotImplementedError("No implementation can run this call: " + "; ".join(reasons) + ".")
+    which, hint = ("that was named ", "; None as implementation takes the fastest that can")
+    if wanted is None:
+        which, hint = "", ""
+    raise NotImplementedError(f"No implementation {which}can run this call: " + "; ".join(reasons) + hint + ".")
 
 
 def _product(*factors: Any) -> float | jax.Array:

@@ -158,7 +158,7 @@ def _report(results: Results) -> dict[str, Any]:
 def _text(report: dict[str, Any]) -> str:
     others = report["others_percent"]
     company = "" if others is None else f"; other programs took {others:.0f} % of the processors"
-    head = f"{'case':<26}{'implementation':<16}{'µs':>10}{'least … most':>20}"
+    head = f"{'case':<26}{'implementation':<16}{'µs':>10}  {'least … most':>20}"
     return "\n".join(
         [
             f"{report['device']}; medians of rounds in turns over {report['span_s']:.0f} s, least and most{company}",
@@ -176,7 +176,8 @@ def _limit_lines(limits: dict[str, Any]) -> list[str]:
     for name, rate in limits["matmul_tflops"].items():
         found.append((f"multiplies {name}", "TFLOP/s", rate, spread["matmul_tflops"][name]))
     return [
-        f"    {name:<38}{rate:>10.4g}{f'{low:.4g} … {high:.4g}':>20} {unit}" for name, unit, rate, (low, high) in found
+        f"    {name:<38}{rate:>10.4g}  {f'{low:.4g} … {high:.4g}':>20} {unit}"
+        for name, unit, rate, (low, high) in found
     ]
 
 
@@ -186,7 +187,7 @@ def _line(row: dict[str, Any]) -> str:
     low, high = row["spread_us"]
     ratio = f"{row['ratio']:.3f}" if "ratio" in row else "–"
     lines = [
-        f"{row['case']:<26}{row['implementation']:<16}{row['us']:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"
+        f"{row['case']:<26}{row['implementation']:<16}{row['us']:>10.1f}  {f'{low:.1f} … {high:.1f}':>20}"
         f"{row['tflops']:>9.4g}{row['gbps']:>8.4g}{row['percent_of_limit']:>12.1f}{ratio:>8}"
     ]
     if "peer_us" in row:
@@ -197,4 +198,4 @@ def _line(row: dict[str, Any]) -> str:
 
 def _other_line(name: str, us: float, spread_us: list[float]) -> str:
     low, high = spread_us
-    return f"    {name:<38}{us:>10.1f}{f'{low:.1f} … {high:.1f}':>20}"
+    return f"    {name:<38}{us:>10.1f}  {f'{low:.1f} … {high:.1f}':>20}"
