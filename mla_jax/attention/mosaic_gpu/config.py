@@ -39,7 +39,7 @@ class KernelConfig:
 
     left_slots: int = 3
     right_slots: int = 2
-    register_tiles: int = 6
+    register_tiles: int = 7
     score_registers: int = 184
     value_registers: int = VALUE_REGISTERS
     held_back: int = 1
@@ -53,8 +53,8 @@ class KernelConfig:
             )
         if self.held_back not in (0, 1, 2, LEFT_LAST):
             raise ValueError(f"{self.held_back=}: it must be 0, 1, 2 or 3")
-        if self.register_tiles not in (5, 6):
-            raise ValueError(f"{self.register_tiles=}: the left 4 tiles always are in registers; give 5 or 6")
+        if self.register_tiles not in (5, 6, 7):
+            raise ValueError(f"{self.register_tiles=}: the left 4 tiles always are in registers; give 5, 6 or 7")
         if (used := self.shared_memory()) > SHARED_MEMORY:
             raise ValueError(
                 f"{self.left_slots=}, {self.right_slots=} need {used} bytes of shared memory, a CTA has "
@@ -68,10 +68,10 @@ class KernelConfig:
             raise ValueError(f"{registers=}: each must be a multiple of 8 from 24 to 256")
         if self.value_registers < VALUE_REGISTERS:
             raise ValueError(f"{self.value_registers=}: a value role needs at least {VALUE_REGISTERS}")
-        needed = 16 * self.register_tiles + PAGE + FREE_REGISTERS
+        needed = 16 * self.register_tiles + PAGE // 2 + FREE_REGISTERS
         if self.score_registers < needed:
             raise ValueError(
-                f"{self.score_registers=}: {self.register_tiles} query tiles and the scores of two blocks need "
+                f"{self.score_registers=}: {self.register_tiles} query tiles and the scores of a block need "
                 f"{needed}; lower register_tiles"
             )
         if (used := self.score_registers + 2 * self.value_registers) > REGISTERS:

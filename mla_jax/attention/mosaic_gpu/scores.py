@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
 from mla_jax.attention.mosaic_gpu.hardware import clear_rows, make_visible, negate, warpgroup_barrier
-from mla_jax.attention.mosaic_gpu.steps import Steps, finish, no_steps
+from mla_jax.attention.mosaic_gpu.steps import Steps, finish
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn, Work
 
 MATRIX = plgpu.Layout.WGMMA
@@ -46,7 +46,8 @@ class Softmax(NamedTuple):
 def score(cta: Cta) -> None:
     """Score every block of every request, and write the log-sum-exp.
 
-    The products of a block are under way while the softmax of the block before is computed.
+    The softmax of a block comes before any product of the next: it is short while this warpgroup issues nothing, and
+    the value roles keep the tensor cores busy meanwhile.
     """
     config = cta.config
     scale = cta.memory.scale[0]
@@ -59,19 +60,18 @@ def score(cta: Cta) -> None:
 
         def block(masked: bool, i: jax.Array, carry: tuple[Softmax, jax.Array, Turn]) -> Any:
             softmax, products, turn = carry
-
-            steps = _publish(cta, segment, i, turn, softmax, products, logit_scale, masked=masked)
-            softmax, products = _products(cta, queries, turn.after(config), steps)
+            softmax = _publish(cta, segment, i, turn, softmax, products, logit_scale, masked=masked)
+            products = _products(cta, queries, turn.after(config))
             _free_held_back(cta, turn)
             return softmax, products, turn.after(config)
 
-        _, products = _products(cta, queries, turn, no_steps())
+        products = _products(cta, queries, turn)
         last = segment.end - 1
         mask_from = lax.max(lax.min(first_masked_block(cta, segment.length), last), segment.first)
         carry = (Softmax.empty(), products, turn)
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, turn = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
-        softmax = finish(_publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True))
+        softmax = _publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True)
         _free_held_back(cta, turn)
         store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1))
         return turn.after(config)
@@ -112,8 +112,8 @@ def _take_queries(cta: Cta, turn: Turn, *, negative: jax.Array) -> Queries:
     return queries
 
 
-def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Steps[Any]) -> tuple[Any, jax.Array]:
-    """Result of `meanwhile`, and Q K^T of one block: [64, 64] float32, under way meanwhile.
+def _products(cta: Cta, queries: Queries, turn: Turn) -> jax.Array:
+    """Q K^T of one block: [64, 64] float32.
 
     The right half is waited for late: its slot is that of the block before the last, whose values may be in use.
     """
@@ -130,21 +130,19 @@ def _products(cta: Cta, queries: Queries, turn: Turn, meanwhile: Steps[Any]) -> 
         plgpu.barrier_wait(cta.left_full.at[turn.left])
         products = dot(queries.left, left) + dot(query_rope[...], rope)
         plgpu.commit_smem()  # the slot has been read
-        result = finish(meanwhile)
         plgpu.barrier_wait(cta.right_full.at[turn.right])
         products += dot(queries.right, right_kept) + dot(query_moved[...], right_moved)
         plgpu.commit_smem()
-        return result, products
+        return products
 
-    def issue(products: Any) -> tuple[Any, jax.Array]:
+    def issue(products: Any) -> jax.Array:
         plgpu.barrier_wait(cta.left_full.at[turn.left])
         plgpu.wgmma(products, queries.left, left.transpose((1, 0)))
         plgpu.wgmma(products, query_rope, rope.transpose((1, 0)))
-        result = finish(meanwhile)
         plgpu.barrier_wait(cta.right_full.at[turn.right])
         plgpu.wgmma(products, queries.right, right_kept.transpose((1, 0)))
         plgpu.wgmma(products, query_moved, right_moved.transpose((1, 0)))
-        return result, products[...]
+        return products[...]
 
     return pl.run_scoped(issue, plgpu.ACC((ROWS, PAGE), jnp.float32))
 
@@ -160,13 +158,12 @@ def _publish(
     *,
     masked: bool,
     last: bool = False,
-) -> Steps[Softmax]:
+) -> Softmax:
     """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
     visible = visible_keys(cta, segment, block) if masked else None
 
     found: list[jax.Array] = []
-    softmax, decay = yield from advance(softmax, products, scale, visible, lambda _, whole: found.append(whole))
-    # Stored behind the sums: if before, ptxas lets the value roles wait until the next products have been copied.
+    softmax, decay = finish(advance(softmax, products, scale, visible, lambda _, whole: found.append(whole)))
     warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
     cta.slots.rope.at[turn.left][...] = found[0].astype(cta.problem.dtype)
     cta.decay(turn.left)[...] = decay

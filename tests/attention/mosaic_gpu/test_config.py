@@ -28,7 +28,7 @@ DS_CACHE = array((8, 64, 656), jnp.uint8)
     [
         ({"left_slots": 4}, "lower left_slots or right_slots"),
         ({"right_slots": 1}, "each must be at least 2"),
-        ({"register_tiles": 7}, "give 5 or 6"),
+        ({"register_tiles": 8}, "give 5, 6 or 7"),
         ({"score_registers": 192}, r"512 registers .* has 504 .* lower score_registers"),
         ({"score_registers": 160}, "lower register_tiles"),
         ({"score_registers": 182}, "multiple of 8"),
