@@ -112,29 +112,37 @@ def rescale(matrix: jax.Array, factor: jax.Array, *, emulate: bool) -> jax.Array
 
 
 def publish() -> None:
-    """Let the whole GPU see this warpgroup's stores to global memory before what it stores, or counts, later."""
+    """Let the whole GPU see this warpgroup's stores to global memory before what it counts later.
+
+    One thread's fence is enough: behind the barrier it covers what the other threads have stored, too.
+    """
 
     @plgpu.inline_mgpu()
     def fence(ctx: Any) -> None:
-        mgpu_utils.inline_ptx("fence.acq_rel.gpu;", has_side_effects=True)
         mgpu_utils.warpgroup_barrier()
+        mgpu_utils.inline_ptx("fence.acq_rel.gpu;", predicate=_one_thread(), has_side_effects=True)
 
     fence()
 
 
 def add_one(counter: Ref) -> None:
-    """Add 1 to a counter in global memory, for this warpgroup."""
+    """Add 1 to a counter in global memory, for this warpgroup, which has published what it stored."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def add(ctx: Any, counter: Any) -> None:
         mgpu_utils.inline_ptx(
-            "red.release.gpu.global.add.u32 [$0], 1;",
+            "red.relaxed.gpu.global.add.u32 [$0], 1;",
             mgpu_utils.memref_ptr(counter),
-            predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+            predicate=_one_thread(),
             has_side_effects=True,
         )
 
     add(counter)
+
+
+def _one_thread() -> Any:
+    """The same one at each call."""
+    return mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP)
 
 
 def wait_for_count(counter: Ref, count: jax.Array) -> None:
@@ -142,13 +150,17 @@ def wait_for_count(counter: Ref, count: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def wait(ctx: Any, counter: Any, count: Any) -> None:
+        # One warp looks: all that wait ask the same address, and those that count have to get through to it.
+        warp = arith.remui(mgpu_utils.warp_idx(), mgpu_utils.c(4, ir.IntegerType.get_signless(32)))
         mgpu_utils.inline_ptx(
-            "{ .reg .pred less; .reg .u32 seen; AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; "
-            "setp.lt.u32 less, seen, $1; @less bra AGAIN; }",
+            "{ .reg .pred less; .reg .u32 seen; setp.ne.u32 less, $2, 0; @less bra DONE;"
+            "AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 less, seen, $1; @less bra AGAIN; DONE: }",
             mgpu_utils.memref_ptr(counter),
             count.registers.item(),
+            warp,
             has_side_effects=True,
         )
+        mgpu_utils.warpgroup_barrier()
 
     wait(counter, count)
 
@@ -158,12 +170,11 @@ def count_out(counter: Ref, count: jax.Array, waiters: jax.Array) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
     def leave(ctx: Any, counter: Any, last: Any) -> None:
-        mgpu_utils.warpgroup_barrier()  # all four warps have seen the count
         mgpu_utils.inline_ptx(
             "red.release.gpu.global.inc.u32 [$0], $1;",  # wraps to 0 after `last`
             mgpu_utils.memref_ptr(counter),
             last.registers.item(),
-            predicate=mgpu_utils.single_thread_predicate(mgpu_utils.ThreadSubset.WARPGROUP),
+            predicate=_one_thread(),
             has_side_effects=True,
         )
 

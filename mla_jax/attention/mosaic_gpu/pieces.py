@@ -28,6 +28,7 @@ BIAS = 127
 GROUPS = HALF // GROUP  # in half a row
 WORDS = 4  # of two numbers that one store takes
 ROW_BYTES = 2 * LATENT
+AT_ONCE = 8  # columns of a matrix whose largest numbers lanes exchange together
 
 
 def store_rows(piece: Ref, scale: Ref, matrix: jax.Array, rows: int, *, emulate: bool) -> None:
@@ -52,9 +53,8 @@ def store_rows(piece: Ref, scale: Ref, matrix: jax.Array, rows: int, *, emulate:
             registers = [matrix.registers[0, i, 0, 0, below, 0, 0, 0, 0] for i in range(HALF // 8)]
             numbers = [number for register in registers for number in two(register)]
             per_group = len(numbers) // GROUPS
-            for group in range(GROUPS):
-                mine = numbers[group * per_group : (group + 1) * per_group]
-                down, up = _powers(_largest(mine), (1, 2))
+            groups = [numbers[i : i + per_group] for i in range(0, len(numbers), per_group)]
+            for group, (mine, (down, up)) in enumerate(zip(groups, _powers(groups, (1, 2)), strict=True)):
                 offset = 8 * below * ROW_BYTES + 2 * GROUP * group
                 for i in range(0, per_group, 2 * WORDS):
                     _store_words(numbers_at, offset + 8 * i, mine[i : i + 2 * WORDS], down, used)
@@ -80,12 +80,15 @@ def store_columns(piece: Ref, scale: Ref, matrix: jax.Array, *, emulate: bool) -
         numbers_at = at_byte(mgpu_utils.memref_ptr(piece), arith.addi(dims, times(pair, 2 * ROW_BYTES)))
         scales_at = arith.addi(times(warp, 4), times(pair, 2 * 4 * 2 * GROUPS))
         scales_at = at_byte(mgpu_utils.memref_ptr(scale), scales_at)
-        for columns in range(matrix.shape[1] // 8):
-            registers = [matrix.registers[dim // 2, columns, 0, 0, dim % 2, 0, 0, 0, 0] for dim in range(2 * WORDS)]
-            for second in range(2):
-                numbers = [two(register)[second] for register in registers]
-                down, up = _powers(_largest(numbers), (4, 8, 16))
-                below = 8 * columns + second
+        columns = [
+            [two(matrix.registers[dim // 2, eight, 0, 0, dim % 2, 0, 0, 0, 0])[second] for dim in range(2 * WORDS)]
+            for eight in range(matrix.shape[1] // 8)
+            for second in range(2)
+        ]
+        for first in range(0, len(columns), AT_ONCE):
+            some = columns[first : first + AT_ONCE]
+            for column, (numbers, (down, up)) in enumerate(zip(some, _powers(some, (4, 8, 16)), strict=True), first):
+                below = 8 * (column // 2) + column % 2
                 _store_words(numbers_at, below * ROW_BYTES, numbers, down)
                 store_scale = f"st.global.f32 [$0 + {below * 4 * 2 * GROUPS}], $1;"
                 ptx(store_scale, scales_at, up)
@@ -112,10 +115,19 @@ def _largest(numbers: Sequence[Any]) -> Any:
     return largest
 
 
-def _powers(largest: Any, distances: Sequence[int]) -> tuple[Any, Any]:
-    """What brings the largest of some lanes' numbers to 2¹⁴ … 2¹⁵, and its inverse."""
+def _powers(groups: Sequence[Sequence[Any]], distances: Sequence[int]) -> list[tuple[Any, Any]]:
+    """For each group: what brings its largest number, of some lanes', to 2¹⁴ … 2¹⁵, and its inverse.
+
+    Lanes exchange the numbers of all groups at once: an exchange takes as long as many.
+    """
+    largest = [_largest(numbers) for numbers in groups]
     for distance in distances:
-        largest = arith.maxnumf(largest, mgpu_utils.shfl_bfly(largest, distance))
+        others = [mgpu_utils.shfl_bfly(x, distance) for x in largest]
+        largest = [arith.maxnumf(*pair) for pair in zip(largest, others, strict=True)]
+    return [_power(x) for x in largest]
+
+
+def _power(largest: Any) -> tuple[Any, Any]:
     exponent = arith.shrui(arith.bitcast(int32(), largest), i32(23))
     exponent = arith.maxui(exponent, i32(LEAST))
     down = arith.shli(arith.subi(i32(2 * BIAS + LARGEST), exponent), i32(23))
