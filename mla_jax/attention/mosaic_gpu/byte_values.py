@@ -24,7 +24,6 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
     store_transposed,
 )
 from mla_jax.attention.mosaic_gpu.pieces import store_columns
-from mla_jax.attention.mosaic_gpu.scores import nonzero
 from mla_jax.attention.mosaic_gpu.supply import Upcoming
 from mla_jax.attention.mosaic_gpu.work import Ref, Side
 
@@ -100,8 +99,8 @@ def accumulate(cta: BytesWork, side: Side, values: Values) -> None:
             cta.buffer_free.send(place.buffer)
             place = place.after(config)
             cta.scored[side].receive(place.buffer)
-        total = cta.total(place.buffer).at[pl.ds(0, cta.problem.copied_rows)]
-        factor = scale / nonzero(plgpu.load(total, layout=COLUMN, optimized=False))
+        inverse = cta.inverse_total(place.buffer).at[pl.ds(0, cta.problem.copied_rows)]
+        factor = scale * plgpu.load(inverse, layout=COLUMN, optimized=False)
         cta.buffer_free.send(place.buffer)
         output = output * lax.broadcast_in_dim(factor, output.shape, [1])
         out = cta.memory.out.at[r, cta.rows, pl.ds(side * HALF, HALF)]

@@ -34,6 +34,7 @@ from mla_jax.attention.mosaic_gpu.scores import (
     SLACK,
     clear_unowned,
     first_masked_block,
+    nonzero,
     store_lse,
     visible_keys,
 )
@@ -63,7 +64,7 @@ def score(cta: DsCta) -> None:
         totals, place = lax.fori_loop(mask_from, segment.end, functools.partial(block, True), carry)
         total = sum_totals(totals, rows, emulate=cta.emulate)
         cta.buffer_free.receive(place.buffer)
-        cta.total(place.buffer).at[pl.ds(0, rows)][...] = total
+        cta.inverse_total(place.buffer).at[pl.ds(0, rows)][...] = 1.0 / nonzero(total)
         if cta.emulate:
             plgpu.commit_smem()
         for signal in cta.scored.values():

@@ -21,6 +21,7 @@ from mla_jax.attention.mosaic_gpu.scores import (
     advance,
     clear_unowned,
     first_masked_block,
+    nonzero,
     store_lse,
     visible_keys,
 )
@@ -154,7 +155,7 @@ def _publish(
     softmax, decay = yield from advance(softmax, products, scale, visible, store, columns)
     cta.decay(place.buffer)[...] = decay
     if last:
-        cta.total(place.buffer)[...] = softmax.totals.sum(axis=1)
+        cta.inverse_total(place.buffer)[...] = 1.0 / nonzero(softmax.totals.sum(axis=1))
     if masked:
 
         def clear(first: jax.Array) -> None:

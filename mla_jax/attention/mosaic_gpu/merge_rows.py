@@ -22,7 +22,9 @@ from mla_jax.attention.mosaic_gpu.scores import LOWEST
 Ref = Any
 WARPS = 4
 LANES = 32
-AT_ONCE = 64  # pieces of which a warp reads a row at once, where there are many: some for each lane
+AT_ONCE = 64  # pieces of which a warp reads a row at once, where there are many
+TEAM = 8  # lanes that read 64 dims of a piece then, 16 bytes each
+TEAMS = LANES // TEAM
 
 
 class Where(NamedTuple):
@@ -88,15 +90,25 @@ class _Workspace(NamedTuple):
         return at_byte(self.part_out, arith.addi(times(index, ROW_BYTES), offset))
 
     def store(self, half: _Half, word: Any, numbers: Sequence[Any]) -> None:
-        """Two neighbours of the output, which pieces have at `word`."""
-        if self.by_thread:
-            group, pair, i = (arith.divui(word, i32(16)), *_quad(word))
-            word = arith.addi(arith.addi(times(group, 16), times(i, 4)), pair)
+        """Neighbours of the output, which pieces have at `word` and behind it: two, or all that a lane reads."""
+        if not self.by_thread:
+            self._store(half, word, numbers)
+            return
+        for i in range(0, len(numbers), 2):
+            at = arith.addi(word, i32(i // 2))
+            group, pair, column = (arith.divui(at, i32(16)), *_quad(at))
+            at = arith.addi(arith.addi(times(group, 16), times(column, 4)), pair)
+            self._store(half, at, numbers[i : i + 2])
+
+    def _store(self, half: _Half, word: Any, numbers: Sequence[Any]) -> None:
         offset = arith.addi(times(half.side, 2 * HALF), times(word, 4))
         address = at_byte(self.out, arith.addi(times(half.row, ROW_BYTES), offset))
         kind = "bf16" if isinstance(self.element, ir.BF16Type) else "f16"
-        code = f"{{ .reg .b32 w; cvt.rn.{kind}x2.f32 w, $2, $1; st.global.b32 [$0], w; }}"
-        ptx(code, address, *numbers)
+        count = len(numbers) // 2
+        narrow = "".join(f"cvt.rn.{kind}x2.f32 w{i}, ${2 * i + 2}, ${2 * i + 1};" for i in range(count))
+        vector = f".v{count}" if count > 1 else ""
+        words = ", ".join(f"w{i}" for i in range(count))
+        ptx(f"{{ .reg .b32 w<{count}>; {narrow} st.global{vector}.b32 [$0], {{{words}}}; }}", address, *numbers)
 
     def store_lse(self, half: _Half, top: Any, total: Any, *, lane: Any) -> None:
         """In natural log; -inf for a row that sees no key. One thread of the left half does it."""
@@ -130,9 +142,7 @@ def merge_few(refs: Sequence[Ref], where: Where, *, count: int, unroll: int, by_
         for j, half in enumerate(halves):
             top, total, *output = loop.results[j * size : (j + 1) * size]
             inverse = _inverse(total)
-            for i in range(WORDS):
-                word = arith.addi(times(lane, WORDS), i32(i))
-                work.store(half, word, [arith.mulf(x, inverse) for x in output[2 * i : 2 * i + 2]])
+            work.store(half, times(lane, WORDS), [arith.mulf(x, inverse) for x in output])
             work.store_lse(half, top, total, lane=lane)
 
     _run(body, refs, where, by_thread=by_thread)
@@ -144,9 +154,7 @@ def _read_wide(work: _Workspace, piece: Any, half: _Half, lane: Any) -> tuple[An
     lse = work.lse_of(piece, index)
     scale = work.scale_of(index, half.side, arith.divui(lane, i32(LANES // GROUPS)))
     address = work.numbers_at(index, half.side, times(lane, WORDS))
-    load = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
-    words = ptx(load, address, result_types=[int32()] * WORDS)
-    return lse, scale, list(words)
+    return lse, scale, _read_words(address)
 
 
 def _advance(state: Sequence[Any], found: Sequence[tuple[Any, Any, list[Any]]]) -> list[Any]:
@@ -166,47 +174,64 @@ def _advance(state: Sequence[Any], found: Sequence[tuple[Any, Any, list[Any]]]) 
 
 
 def merge_many(refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
-    """Merge half a row, each warp 64 dims of it: lanes find the weights of some pieces each, and pass them round."""
+    """Merge half a row, each warp 64 dims of it, its teams different pieces, which they add up in the end.
+
+    Each lane finds the weights of some pieces, and passes them to the teams that have read those.
+    """
 
     def body(work: _Workspace) -> None:
         warp, lane = warp_and_lane()
-        word, half = arith.addi(times(warp, LANES), lane), work.half(i32(0))
-        start = [f32(LOWEST), f32(0.0), f32(0.0), f32(0.0)]
+        team, half = arith.divui(lane, i32(TEAM)), work.half(i32(0))
+        group = times(warp, LANES)  # its first word
+        word = arith.addi(group, times(arith.remui(lane, i32(TEAM)), WORDS))
+        start = [f32(LOWEST), *[f32(0.0)] * (1 + 2 * WORDS)]
         loop: Any = scf.ForOp(i32(0), work.where.pieces, i32(AT_ONCE), start)  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             first = loop.induction_variable
-            pieces = [arith.addi(first, arith.addi(lane, i32(i))) for i in range(0, AT_ONCE, LANES)]
-            indices = [work.row_of(piece, half.row) for piece in pieces]
-            lses = [work.lse_of(*args) for args in zip(pieces, indices, strict=True)]
-            scales = [work.scale_of(index, half.side, warp) for index in indices]
-            there = arith.subi(work.where.pieces, first)
-            addresses = [
-                work.numbers_at(_from_lane(indices[u // LANES], u % LANES), half.side, word) for u in range(AT_ONCE)
+            own = [work.row_of(arith.addi(first, arith.addi(lane, i32(i))), half.row) for i in range(0, AT_ONCE, LANES)]
+            lses = [
+                work.lse_of(arith.addi(first, arith.addi(lane, i32(LANES * i))), index) for i, index in enumerate(own)
             ]
-            words = [_read_word(address, u, there) for u, address in enumerate(addresses)]
+            scales = [work.scale_of(index, half.side, warp) for index in own]
+            numbers = []
+            for u in range(0, AT_ONCE, TEAMS):
+                index = work.row_of(arith.addi(first, arith.addi(team, i32(u))), half.row)
+                numbers.append(_read_words(work.numbers_at(index, half.side, word)))
             before, total, *output = loop.inner_iter_args
             top = arith.maxnumf(before, _over_lanes(arith.maxnumf, functools.reduce(arith.maxnumf, lses)))
             decay, weights = _exp2(arith.subf(before, top)), [_exp2(arith.subf(lse, top)) for lse in lses]
             total = functools.reduce(arith.addf, weights, arith.mulf(total, decay))  # of this lane's pieces
             output = [arith.mulf(x, decay) for x in output]
             weights = [arith.mulf(*args) for args in zip(weights, scales, strict=True)]
-            for u, two_numbers in enumerate(words):
-                factor = _from_lane(weights[u // LANES], u % LANES)
-                output = [_fma(x, factor, y) for x, y in zip(_widen(two_numbers), output, strict=True)]
+            for u, words in zip(range(0, AT_ONCE, TEAMS), numbers, strict=True):
+                factor = _from_lane(weights[u // LANES], arith.addi(team, i32(u % LANES)))
+                found = [number for word in words for number in _widen(word)]
+                output = [_fma(x, factor, y) for x, y in zip(found, output, strict=True)]
             scf.yield_([top, total, *output])
         top, total, *output = loop.results
         total = _over_lanes(arith.addf, total)
         inverse = _inverse(total)
-        work.store(half, word, [arith.mulf(x, inverse) for x in output])
-        work.store_lse(half, top, total, lane=word)
+        numbers = [arith.mulf(x, inverse) for x in _shared_out(output, lane)]
+        work.store(half, arith.addi(word, team), numbers)
+        work.store_lse(half, top, total, lane=arith.ori(warp, lane))
 
     _run(body, refs, where, by_thread=by_thread)
 
 
-def _read_word(address: Any, number: int, there: Any) -> Any:
-    """Two numbers of a row of one of the pieces that are `there`, zeros if its number is not among them."""
-    code = f"{{ .reg .pred p; setp.gt.s32 p, $2, {number}; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }}"
-    return ptx(code, address, there, result_types=int32())
+def _shared_out(numbers: Sequence[Any], lane: Any) -> list[Any]:
+    """The sum over all teams of two of each lane's numbers: those of word `team`."""
+    for distance in (LANES // 2, LANES // 4):
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, i32(distance)), i32(0))
+        pairs = list(zip(numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :], strict=True))
+        kept = [arith.select(upper, high, low) for low, high in pairs]
+        given = [arith.select(upper, low, high) for low, high in pairs]
+        numbers = [arith.addf(x, mgpu_utils.shfl_bfly(y, distance)) for x, y in zip(kept, given, strict=True)]
+    return list(numbers)
+
+
+def _read_words(address: Any) -> list[Any]:
+    """Eight numbers."""
+    return list(ptx("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[int32()] * WORDS))
 
 
 def _run(body: Any, refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
@@ -261,6 +286,5 @@ def _over_lanes(combine: Any, x: Any) -> Any:
     return x
 
 
-def _from_lane(x: Any, lane: int) -> Any:
-    code = f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;"
-    return ptx(code, x, result_types=x.type)
+def _from_lane(x: Any, lane: Any) -> Any:
+    return ptx("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", x, lane, result_types=x.type)

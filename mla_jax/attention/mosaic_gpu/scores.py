@@ -168,7 +168,7 @@ def _publish(
     cta.slots.rope.at[turn.left][...] = found[0].astype(cta.problem.dtype)
     cta.decay(turn.left)[...] = decay
     if last:
-        cta.total(turn.left)[...] = softmax.totals.sum(axis=1)
+        cta.inverse_total(turn.left)[...] = 1.0 / nonzero(softmax.totals.sum(axis=1))
     if masked:
 
         def clear(first: jax.Array) -> None:

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.attention.mosaic_gpu.config import HALF, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import rescale, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.pieces import store_rows
-from mla_jax.attention.mosaic_gpu.scores import MATRIX, ROW, nonzero
+from mla_jax.attention.mosaic_gpu.scores import MATRIX, ROW
 from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side, Turn
 
@@ -36,7 +36,7 @@ def accumulate(cta: Cta, side: Side) -> None:
         output, turn, item = lax.fori_loop(segment.first, segment.end - 1, block, start)
         # The last block's slot is kept a little longer: the output is staged in it.
         output = _add_block(cta, side, output, turn, buffer)
-        inverse = 1.0 / nonzero(plgpu.load(cta.total(turn.left), layout=ROW))
+        inverse = plgpu.load(cta.inverse_total(turn.left), layout=ROW)
         output = output * lax.broadcast_in_dim(inverse, output.shape, [0])
         whole = cta.pieces(r) == 1
         pl.when(whole)(lambda: _store_whole(cta, r, side, output, buffer.at[turn.of(side)]))

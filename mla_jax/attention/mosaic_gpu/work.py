@@ -132,8 +132,8 @@ class Work:
         """[64] what the output so far is multiplied with before these probabilities count."""
         return self.row_vectors.at[index]
 
-    def total(self, index: jax.Array) -> Ref:
-        """[64] sum of the probabilities up to these."""
+    def inverse_total(self, index: jax.Array) -> Ref:
+        """[64] 1 / the sum of the probabilities up to these; 1 where no key was seen."""
         return self.row_vectors.at[self.row_vectors.shape[0] // 2 + index]
 
     @property
