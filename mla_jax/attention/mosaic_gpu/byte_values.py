@@ -25,7 +25,7 @@ from mla_jax.attention.mosaic_gpu.fp8_hardware import (
 )
 from mla_jax.attention.mosaic_gpu.pieces import store_columns
 from mla_jax.attention.mosaic_gpu.supply import Upcoming
-from mla_jax.attention.mosaic_gpu.work import Ref, Side
+from mla_jax.attention.mosaic_gpu.work import Ref
 
 
 class Values(Protocol):
@@ -68,7 +68,7 @@ class _Ready(NamedTuple):
 _Carry = tuple[jax.Array, _Ready, Place, Upcoming]
 
 
-def accumulate(cta: BytesWork, side: Side, values: Values) -> None:
+def accumulate(cta: BytesWork, side: jax.Array, values: Values) -> None:
     """Add up the values of every block of every request, write the output, and refill what was used."""
     config = cta.config
     scale = values.scale()
@@ -98,7 +98,7 @@ def accumulate(cta: BytesWork, side: Side, values: Values) -> None:
         if values.total_apart:
             cta.buffer_free.send(place.buffer)
             place = place.after(config)
-            cta.scored[side].receive(place.buffer)
+            cta.scored.of(side).receive(place.buffer)
         inverse = cta.inverse_total(place.buffer).at[pl.ds(0, cta.problem.copied_rows)]
         factor = scale * plgpu.load(inverse, layout=COLUMN, optimized=False)
         cta.buffer_free.send(place.buffer)

@@ -32,7 +32,7 @@ from mla_jax.attention.mosaic_gpu.persistent import (
     run_persistent,
 )
 from mla_jax.attention.mosaic_gpu.roles import run_roles
-from mla_jax.attention.mosaic_gpu.work import Global, Side, Span
+from mla_jax.attention.mosaic_gpu.work import Global, Span
 from mla_jax.schedule import TileSchedule
 
 
@@ -72,8 +72,7 @@ def _scratch(problem: Problem, config: DsConfig) -> dict[str, Any]:
         "top": plgpu.SMEM((rows,), jnp.float32),
         "differs": plgpu.SMEM((BUFFERS,), jnp.int32),
         "full": barriers(config.slots),
-        "scored_left": barriers(BUFFERS),  # these and the following are signals in the interpreter
-        "scored_right": barriers(BUFFERS),
+        "scored": barriers(2 * BUFFERS),  # these and the following are signals in the interpreter
         "buffer_free": barriers(BUFFERS, arrivals=2),
         "slot_read": barriers(BUFFERS),
     }
@@ -90,7 +89,7 @@ def _cta_body(problem: Problem, config: DsConfig, emulate: bool, memory: Global,
         queries=DsQueries(*(scratch[name] for name in DsQueries._fields)),
         probabilities=scratch["probabilities"],
         row_vectors=scratch["row_vectors"],
-        scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
+        scored=signals.take_by_side("scored", 2),
         buffer_free=signals.take("buffer_free", 3),
         slot_read=signals.take("slot_read", 2),
         vote_barrier=signals.take_barrier(),

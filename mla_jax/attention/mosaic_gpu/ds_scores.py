@@ -67,8 +67,7 @@ def score(cta: DsCta) -> None:
         cta.inverse_total(place.buffer).at[pl.ds(0, rows)][...] = 1.0 / nonzero(total)
         if cta.emulate:
             plgpu.commit_smem()
-        for signal in cta.scored.values():
-            signal.send(place.buffer)
+        cta.scored.send(place.buffer)
         top = plgpu.load(cta.top, layout=COLUMN, optimized=False)
         store_lse(cta, segment, top, total)
         return place.after_total()
@@ -106,8 +105,7 @@ def _score_block(
     store_probabilities_by_key(cta.probabilities.at[place.buffer], probabilities, emulate=emulate)
     store_scales(cta.scales.at[place.buffer], scales, emulate=emulate)
     make_visible(emulate=emulate)
-    for signal in cta.scored.values():
-        signal.send(place.buffer)
+    cta.scored.send(place.buffer)
     return add_totals(totals, probabilities, scales.unit, emulate=emulate)
 
 

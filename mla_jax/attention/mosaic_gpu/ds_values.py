@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -12,9 +11,8 @@ from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.company import keep_together
 from mla_jax.attention.mosaic_gpu.ds_values_hardware import load_values, transposed
 from mla_jax.attention.mosaic_gpu.ds_work import DsCta
-from mla_jax.attention.mosaic_gpu.hardware import one_warp
-from mla_jax.attention.mosaic_gpu.supply import Upcoming
-from mla_jax.attention.mosaic_gpu.work import Side
+from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill_all, start_copy
+from mla_jax.attention.mosaic_gpu.work import Ref, Side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,24 +20,16 @@ class DsValues:
     """One side; see `byte_values.Values`."""
 
     cta: DsCta
-    side: Side
+    side: jax.Array
     total_apart = True
 
     def fill_all(self) -> Upcoming:
         """The left side fills the ring of pages."""
-        item = Upcoming.start(self.cta)
-        if self.side == Side.RIGHT:
-            return item
-
-        def fill(slot: jax.Array, item: Upcoming) -> Upcoming:
-            self._start_copy(slot, item)
-            return item.after(self.cta)
-
-        return lax.fori_loop(0, self.cta.config.slots, fill, item)
+        return fill_all(self.cta, self.cta.config.slots, self._start_copy)
 
     def await_item(self, place: Place) -> None:
         """The scores of a page, and the page."""
-        self.cta.scored[self.side].receive(place.buffer)
+        self.cta.scored.of(self.side).receive(place.buffer)
         plgpu.barrier_wait(self.cta.full.at[place.slot])
 
     def differs(self, place: Place) -> jax.Array:
@@ -57,26 +47,25 @@ class DsValues:
 
     def refill(self, place: Place, item: Upcoming) -> None:
         """The left side does, once both have read the page."""
-        if self.side == Side.RIGHT:
-            self.cta.slot_read.send(place.buffer)
-        else:
-            self.cta.slot_read.receive(place.buffer)  # all eight warps have read the slot
-            self._start_copy(place.slot, item)
+        leads = self.side == Side.LEFT
+        pl.when(leads)(lambda: self.cta.slot_read.receive(place.buffer))  # all eight warps have read the slot
+        pl.when(~leads)(lambda: self.cta.slot_read.send(place.buffer))
+        self._start_copy(place.slot, item)
 
     def _start_copy(self, slot: jax.Array, item: Upcoming) -> None:
         cta = self.cta
 
-        def issue() -> None:
-            @pl.when(item.request <= cta.span.end_req)
-            def _() -> None:
-                plgpu.copy_gmem_to_smem(cta.memory.cache.at[item.page], cta.keys.at[slot], cta.full.at[slot])
+        def copy(source: Ref, rows: int) -> None:
+            plgpu.copy_gmem_to_smem(source, cta.keys.at[slot], cta.full.at[slot])
 
-        keep_together(cta, item.request, item.block)
-        one_warp(issue, emulate=cta.emulate)
+        @pl.when(self.side == Side.LEFT)
+        def _() -> None:
+            keep_together(cta, item.request, item.block)
+            start_copy(cta, item, copy)
 
     def after(self, item: Upcoming) -> Upcoming:
-        """The left side counts items."""
-        return item.after(self.cta) if self.side == Side.LEFT else item
+        """Both count."""
+        return item.after(self.cta)
 
     def scale(self) -> jax.Array:
         """Scales have been applied."""

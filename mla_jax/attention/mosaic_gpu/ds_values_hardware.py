@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import arith
 from mla_jax.attention.mosaic_gpu.config import HALF, PAGE
 from mla_jax.attention.mosaic_gpu.ds_layout import GROUP, ROW_BYTES, split_rows
 from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, LAYOUT, WORDS, operand_of
-from mla_jax.attention.mosaic_gpu.hardware import Ref
+from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
 from mla_jax.attention.mosaic_gpu.ptx import (
     at_byte,
     i32,
@@ -25,19 +25,20 @@ from mla_jax.attention.mosaic_gpu.ptx import (
 )
 
 
-def load_values(keys: Ref, scales: Ref, side: int, part: int, *, emulate: bool) -> jax.Array:
+def load_values(keys: Ref, scales: Ref, side: jax.Array, part: int, *, emulate: bool) -> jax.Array:
     """The bytes of 16 keys of one half of V, and their scales, for `transposed`."""
     if emulate:
         latent, _, _ = split_rows(keys[...])
         some = slice(part * KEYS_AT_ONCE, (part + 1) * KEYS_AT_ONCE)
         factors = jnp.repeat(scales[...].astype(jnp.float32).T[some], GROUP, axis=1)
-        return (latent[some] * factors)[:, side * HALF : (side + 1) * HALF]
+        return jax.lax.dynamic_slice_in_dim(latent[some] * factors, side * HALF, HALF, axis=1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=opaque(WORDS + 2))
-    def load(ctx: Any, keys: Any, scales: Any) -> Any:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), return_type=opaque(WORDS + 2))
+    def load(ctx: Any, keys: Any, scales: Any, side: Any) -> Any:
         warp, row, pair = position()
+        side = side.registers.item()
         dims = arith.addi(times(warp, 64), times(row, 8))
-        start = arith.addi(times(pair, 2 * ROW_BYTES), arith.addi(dims, i32(side * HALF)))
+        start = arith.addi(times(pair, 2 * ROW_BYTES), arith.addi(dims, times(side, HALF)))
         address = at_byte(mgpu_utils.memref_ptr(keys), start)
         found: list[Any] = []
         for eight in range(KEYS_AT_ONCE // 8):
@@ -48,7 +49,7 @@ def load_values(keys: Ref, scales: Ref, side: int, part: int, *, emulate: bool) 
                 address,
                 result_types=[int32()] * 4,
             )
-        group = arith.addi(arith.divui(warp, i32(2)), i32(2 * side))
+        group = arith.addi(arith.divui(warp, i32(2)), times(side, 2))
         where = at_byte(mgpu_utils.memref_ptr(scales), arith.addi(times(group, 2 * PAGE), times(pair, 4)))
         first = part * KEYS_AT_ONCE * 2
         found += ptx(
@@ -58,7 +59,7 @@ def load_values(keys: Ref, scales: Ref, side: int, part: int, *, emulate: bool) 
         )
         return pack(found)
 
-    return load(keys, scales)
+    return load(keys, scales, side)
 
 
 def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:

@@ -21,14 +21,14 @@ from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS, Fp8Config
 from mla_jax.attention.mosaic_gpu.fp8_hardware import COPIED, KEYS_AT_ONCE, LINE, LINES, PART, ROPE_LINES
 from mla_jax.attention.mosaic_gpu.fp8_scores import score
 from mla_jax.attention.mosaic_gpu.fp8_values import Fp8Values
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Items
 from mla_jax.attention.mosaic_gpu.persistent import (
     Signals,
     barriers,
     run_persistent,
 )
 from mla_jax.attention.mosaic_gpu.roles import run_roles
-from mla_jax.attention.mosaic_gpu.work import Global, Side, Slots, Span
+from mla_jax.attention.mosaic_gpu.work import Global, Span
 from mla_jax.schedule import TileSchedule
 
 
@@ -64,22 +64,19 @@ def _scratch(problem: Problem, config: Fp8Config, *, emulate: bool) -> dict[str,
 
     slots, parts = config.slots, config.query_parts
     # Two views of the same memory, of which the interpreter needs one.
-    half = lines(slots, LINES)
-    half = half if emulate else plgpu.RefUnion(lines(slots, COPIED), half)
+    halves = lines(2 * slots, LINES)
+    halves = halves if emulate else plgpu.RefUnion(lines(2 * slots, COPIED), halves)
     probabilities = (BUFFERS, PAGE // KEYS_AT_ONCE, problem.copied_rows, KEYS_AT_ONCE)
     return {
-        "left": half,
-        "right": half,
+        "halves": halves,
         "rope": rope(slots),
-        "queries_left": lines(parts, LINES),
-        "queries_right": lines(parts, LINES),
-        "queries_rope": rope(parts),
+        "query_halves": lines(2 * parts, LINES),
+        "query_rope": rope(parts),
         "probabilities": plgpu.SMEM(probabilities, jnp.float16, transforms=PART),
         "row_vectors": plgpu.SMEM((2 * BUFFERS + 1, ROWS), jnp.float32),
-        "left_full": barriers(slots, arrivals=3),  # two lines and rope
-        "right_full": barriers(slots, arrivals=2),
-        "scored_left": barriers(BUFFERS),  # these and the following are signals in the interpreter
-        "scored_right": barriers(BUFFERS),
+        "half_full": barriers(2 * slots, arrivals=2),  # two lines
+        "rope_full": barriers(slots),
+        "scored": barriers(2 * BUFFERS),  # these and the following are signals in the interpreter
         "buffer_free": barriers(BUFFERS, arrivals=2),
     }
 
@@ -94,22 +91,21 @@ def _cta_body(
     **scratch: Any,
 ) -> None:
     signals = Signals(BUFFERS, scratch, emulate=emulate)
-    left, right = ((scratch[name],) * 2 if emulate else scratch[name] for name in ("left", "right"))
-    slots, keys = (Slots(left[view], right[view], scratch["rope"]) for view in range(2))
+    copied, read = (scratch["halves"],) * 2 if emulate else scratch["halves"]
     part = lax.axis_index("part")
     cta = Fp8Cta(
         config=config,
         problem=problem,
         emulate=emulate,
         memory=memory,
-        slots=slots,
-        keys=keys,
-        queries=Fp8Queries(*(scratch[f"queries_{name}"] for name in Fp8Queries._fields)),
+        slots=Fp8Items(copied, scratch["rope"]),
+        keys=Fp8Items(read, scratch["rope"]),
+        half_full=scratch["half_full"],
+        rope_full=scratch["rope_full"],
+        queries=Fp8Items(scratch["query_halves"], scratch["query_rope"]),
         probabilities=scratch["probabilities"],
         row_vectors=scratch["row_vectors"],
-        left_full=scratch["left_full"],
-        right_full=scratch["right_full"],
-        scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
+        scored=signals.take_by_side("scored", 2),
         buffer_free=signals.take("buffer_free", 3),
         query_scale=query_scale,
         value_scale=value_scale,

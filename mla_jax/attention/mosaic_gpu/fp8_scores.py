@@ -13,7 +13,7 @@ from mla_jax.attention.mosaic_gpu.byte_work import Place
 from mla_jax.attention.mosaic_gpu.config import LOG2E, PAGE, ROWS
 from mla_jax.attention.mosaic_gpu.fp8_config import BUFFERS
 from mla_jax.attention.mosaic_gpu.fp8_hardware import KEYS_AT_ONCE, clear_keys, copy_queries, store_probabilities
-from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta, Fp8Queries
+from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta
 from mla_jax.attention.mosaic_gpu.hardware import make_visible
 from mla_jax.attention.mosaic_gpu.scores import (
     ROW,
@@ -26,7 +26,7 @@ from mla_jax.attention.mosaic_gpu.scores import (
     visible_keys,
 )
 from mla_jax.attention.mosaic_gpu.steps import Steps, finish, interleave, no_steps
-from mla_jax.attention.mosaic_gpu.work import Ref, Segment, Slots
+from mla_jax.attention.mosaic_gpu.work import Segment, Side
 
 
 def score(cta: Fp8Cta) -> None:
@@ -69,29 +69,19 @@ def score(cta: Fp8Cta) -> None:
 
 
 def _await_item(cta: Fp8Cta, place: Place) -> None:
-    plgpu.barrier_wait(cta.left_full.at[place.slot])
-    plgpu.barrier_wait(cta.right_full.at[place.slot])
-
-
-def _send_scored(cta: Fp8Cta, place: Place) -> None:
-    for signal in cta.scored.values():
-        signal.send(place.buffer)
+    for side in Side:
+        plgpu.barrier_wait(cta.half_full.at[side * cta.config.slots + place.slot])
+    plgpu.barrier_wait(cta.rope_full.at[place.slot])
 
 
 def _take_queries(cta: Fp8Cta, place: Place, part: int, *, negative: jax.Array) -> None:
     """Copy queries out of their slot, and give the slot back."""
     _await_item(cta, place)
     cta.buffer_free.receive(place.buffer)
-    for source, target in zip(_operands(cta.slots, place.slot), _operands(cta.queries, part), strict=True):
+    for source, target in zip(cta.slots.operands(place.slot), cta.queries.operands(part), strict=True):
         copy_queries(source, target, negative, emulate=cta.emulate)
     plgpu.commit_smem()  # the slot has been read, and what was stored is there for products
-    _send_scored(cta, place)
-
-
-def _operands(item: Slots | Fp8Queries, index: Any) -> list[Ref]:
-    """An item's lines of 128 dims, and its rope part."""
-    halves = [half.at[index, line] for half in (item.left, item.right) for line in range(half.shape[1])]
-    return [*halves, item.rope.at[index]]
+    cta.scored.send(place.buffer)
 
 
 def _products(
@@ -101,14 +91,14 @@ def _products(
 
     plain: issue all products first. Where steps hide keys, ptxas waits for each product that comes between them.
     """
-    keys = _operands(cta.keys, place.slot)
+    keys = cta.keys.operands(place.slot)
     # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
     # all query tiles in registers otherwise.
     zero = lax.shift_right_logical(place.slot | segment.length, jnp.int32(31))
     operands = [
         operands
         for part in reversed(range(cta.config.query_parts))  # small numbers first
-        for operands in zip(_operands(cta.queries, part + zero), keys, strict=True)
+        for operands in zip(cta.queries.operands(part + zero), keys, strict=True)
     ]
     _await_item(cta, place)
     if cta.emulate:
@@ -159,10 +149,10 @@ def _publish(
     if masked:
 
         def clear(first: jax.Array) -> None:
-            for half in (cta.slots.left, cta.slots.right):
-                clear_keys(half.at[place.slot], first, emulate=cta.emulate)
+            for side in Side:
+                clear_keys(cta.slots.half(side, place.slot), first, emulate=cta.emulate)
 
         clear_unowned(segment, block, clear)
     make_visible(emulate=cta.emulate)
-    _send_scored(cta, place)
+    cta.scored.send(place.buffer)
     return softmax

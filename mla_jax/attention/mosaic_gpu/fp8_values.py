@@ -7,11 +7,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.byte_work import Place
-from mla_jax.attention.mosaic_gpu.fp8_hardware import differs_from_one, load_values, transposed
+from mla_jax.attention.mosaic_gpu.company import keep_together
+from mla_jax.attention.mosaic_gpu.config import HALF, LATENT
+from mla_jax.attention.mosaic_gpu.fp8_hardware import LINE, differs_from_one, load_values, transposed
 from mla_jax.attention.mosaic_gpu.fp8_work import Fp8Cta
 from mla_jax.attention.mosaic_gpu.hardware import warpgroup_barrier
-from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill_all, start_copy
-from mla_jax.attention.mosaic_gpu.work import Side
+from mla_jax.attention.mosaic_gpu.supply import Upcoming, copy_columns, fill_all, start_copy
+from mla_jax.attention.mosaic_gpu.work import Ref, Side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,17 +21,17 @@ class Fp8Values:
     """One side; see `byte_values.Values`."""
 
     cta: Fp8Cta
-    side: Side
+    side: jax.Array
     total_apart = False
 
     def fill_all(self) -> Upcoming:
         """Fill this side's half of the ring."""
-        return fill_all(self.cta, self.side)
+        return fill_all(self.cta, self.cta.config.slots, self._start_copy)
 
     def await_item(self, place: Place) -> None:
         """The scores of an item, and this side's half of it."""
-        self.cta.scored[self.side].receive(place.buffer)
-        plgpu.barrier_wait((self.cta.left_full if self.side == Side.LEFT else self.cta.right_full).at[place.slot])
+        self.cta.scored.of(self.side).receive(place.buffer)
+        plgpu.barrier_wait(self._full(place.slot))
 
     def differs(self, place: Place) -> jax.Array:
         """Looked up in the decays."""
@@ -38,8 +40,7 @@ class Fp8Values:
 
     def load(self, place: Place, part: int) -> jax.Array:
         """Bytes."""
-        half = self.cta.slots.left if self.side == Side.LEFT else self.cta.slots.right
-        return load_values(half.at[place.slot], part, emulate=self.cta.emulate)
+        return load_values(self.cta.slots.half(self.side, place.slot), part, emulate=self.cta.emulate)
 
     def widen(self, loaded: jax.Array) -> jax.Array:
         """As they are."""
@@ -48,7 +49,7 @@ class Fp8Values:
     def refill(self, place: Place, item: Upcoming) -> None:
         """Both do, each its half."""
         warpgroup_barrier(emulate=self.cta.emulate)
-        start_copy(self.cta, self.side, place.slot, item)
+        self._start_copy(place.slot, item)
 
     def after(self, item: Upcoming) -> Upcoming:
         """Both count."""
@@ -57,3 +58,22 @@ class Fp8Values:
     def scale(self) -> jax.Array:
         """That of the whole cache."""
         return self.cta.value_scale[0]
+
+    def _full(self, slot: jax.Array) -> Ref:
+        return self.cta.half_full.at[self.side * self.cta.config.slots + slot]
+
+    def _start_copy(self, slot: jax.Array, item: Upcoming) -> None:
+        cta, leads = self.cta, self.side == Side.LEFT
+        half = cta.slots.half(self.side, slot)
+
+        def copy(source: Ref, rows: int) -> None:
+            for line in range(HALF // LINE):
+                first = self.side * HALF + line * LINE
+                copy_columns(source, rows, first, half.at[line], self._full(slot))
+
+            @pl.when(leads)
+            def _() -> None:
+                copy_columns(source, rows, LATENT, cta.slots.rope.at[slot], cta.rope_full.at[slot])
+
+        pl.when(leads)(lambda: keep_together(cta, item.request, item.block))
+        start_copy(cta, item, copy)

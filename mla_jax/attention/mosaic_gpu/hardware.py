@@ -31,22 +31,27 @@ class Signal:
     atomics. The interpreter does not know those, and is given barriers in shared memory.
     """
 
-    def __init__(self, first_id: int, threads: int, emulated: Ref | None):
-        self.first_id, self.threads, self.emulated = first_id, threads, emulated
+    def __init__(self, first_id: Any, threads: int, emulated: Ref | None, first: Any = 0):
+        self.first_id, self.threads = first_id, threads
+        self.emulated, self.first = emulated, first  # in the interpreter: barriers, and which is that of index 0
 
     def send(self, index: jax.Array) -> None:
         """Say that everything this warpgroup did before is done."""
         if self.emulated is None:
             _named_barrier("arrive", self.first_id + index, self.threads)
         else:
-            plgpu.barrier_arrive(self.emulated.at[index])
+            plgpu.barrier_arrive(self.emulated.at[self.first + index])
 
     def receive(self, index: jax.Array) -> None:
         """Wait until the senders have sent."""
         if self.emulated is None:
             _named_barrier("sync", self.first_id + index, self.threads)
         else:
-            plgpu.barrier_wait(self.emulated.at[index])
+            plgpu.barrier_wait(self.emulated.at[self.first + index])
+
+    def behind(self, indices: Any) -> "Signal":
+        """The signal whose first index is one of this one's."""
+        return Signal(self.first_id + indices, self.threads, self.emulated, self.first + indices)
 
 
 def _named_barrier(kind: str, index: jax.Array, threads: int) -> None:

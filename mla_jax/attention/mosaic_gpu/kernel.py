@@ -8,15 +8,17 @@ Why so. A WGMMA whose A operand lies in shared memory reads it again for every 6
 S = Q K^T alone fills the bandwidth of shared memory. Here one warpgroup does nothing but scores and keeps most
 of Q in registers: shared memory traffic per block of 64 keys drops to about the 2176 cycles that tensor cores
 need. Q travels through the rings; what remains of it in shared memory is small, so that five halves of key blocks
-fit. During the softmax of a block, tensor cores have the left half of the next scores and the left values of the
-block before. The right values are multiplied at once, so that two right slots are enough.
+fit. During the softmax of a block, tensor cores have the left values of the block before. The right values are
+multiplied at once, beside the next scores, so that two right slots are enough.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import (
@@ -71,8 +73,7 @@ def _scratch(problem: Problem, config: KernelConfig) -> dict[str, Any]:
         "row_vectors": plgpu.SMEM((2 * left + 1, ROWS), jnp.float32),  # one array, as each takes whole KiB
         "left_full": barriers(left, arrivals=2),  # left half and rope
         "right_full": barriers(right),
-        "scored_left": barriers(left),  # these and the following are signals in the interpreter
-        "scored_right": barriers(left),
+        "scored": barriers(2 * left),  # these and the following are signals in the interpreter
         "next_scores_done": barriers(left),
         "right_done": barriers(left),
     }
@@ -91,11 +92,16 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         row_vectors=scratch["row_vectors"],
         left_full=scratch["left_full"],
         right_full=scratch["right_full"],
-        scored={Side.LEFT: signals.take("scored_left", 2), Side.RIGHT: signals.take("scored_right", 2)},
+        scored=signals.take_by_side("scored", 2),
         next_scores_done=signals.take("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
         right_done=signals.take("right_done", 2),
         span=SpanInMemory(memory.metadata, part),
         part=part,
         row_block=lax.axis_index("row_block"),
     )
-    run_roles(cta, score, accumulate)
+
+    def values(cta: Cta, side: jax.Array) -> None:  # the sides do not have the same slots
+        for each in Side:
+            pl.when(side == each)(functools.partial(accumulate, cta, each))
+
+    run_roles(cta, score, values)

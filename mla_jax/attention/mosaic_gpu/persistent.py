@@ -11,11 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mla_jax.attention.mosaic_gpu.combine import merge_outside
 from mla_jax.attention.mosaic_gpu.config import GROUP, LATENT, REGISTERS, ROWS, WARPGROUP, Problem
 from mla_jax.attention.mosaic_gpu.hardware import FIRST_FREE_BARRIER, Signal
+from mla_jax.attention.mosaic_gpu.work import SideSignals
 from mla_jax.schedule import TileSchedule
 
 ROLES = 3
 HARDWARE_BARRIERS = 16
-SCORE, VALUES_LEFT, VALUES_RIGHT = range(ROLES)
+SCORE, VALUES_LEFT = 0, 1  # the right side's values come last
 
 
 def run_persistent(
@@ -89,6 +90,12 @@ class Signals:
         self._next += self._indices
         assert self._next <= HARDWARE_BARRIERS, "a CTA has no more hardware barriers"
         return signal
+
+    def take_by_side(self, name: str, warpgroups: int) -> SideSignals:
+        """One for each side."""
+        first = self.take(name, warpgroups)
+        self.take(name, warpgroups)
+        return SideSignals(first, self._indices)
 
     def take_barrier(self) -> int:
         """The number of one more barrier."""

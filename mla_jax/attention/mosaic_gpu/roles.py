@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 
 from mla_jax.attention.mosaic_gpu.combine import announce_pieces, merge, shares
-from mla_jax.attention.mosaic_gpu.persistent import SCORE, VALUES_LEFT, VALUES_RIGHT, set_registers
-from mla_jax.attention.mosaic_gpu.work import Side, Work
+from mla_jax.attention.mosaic_gpu.persistent import SCORE, VALUES_LEFT, set_registers
+from mla_jax.attention.mosaic_gpu.work import Work
 
 
-def run_roles(cta: Work, score: Callable[[Any], None], accumulate: Callable[[Any, Side], None]) -> None:
-    """The score role, and a value role for each side; then both sides merge what parts share."""
+def run_roles(cta: Work, score: Callable[[Any], None], accumulate: Callable[[Any, jax.Array], None]) -> None:
+    """The score role, and a value role for each side; then both sides merge what parts share.
+
+    Sides that do the same should run the same code: what runs once is fetched while everybody waits for it.
+    """
     role = lax.axis_index("role")
 
     @pl.when(role == SCORE)
@@ -25,8 +29,7 @@ def run_roles(cta: Work, score: Callable[[Any], None], accumulate: Callable[[Any
     @pl.when(role != SCORE)
     def _() -> None:
         set_registers(cta.config.value_registers)
-        pl.when(role == VALUES_LEFT)(lambda: accumulate(cta, Side.LEFT))
-        pl.when(role == VALUES_RIGHT)(lambda: accumulate(cta, Side.RIGHT))
+        accumulate(cta, role - VALUES_LEFT)
         if not cta.emulate:
             ours = shares(cta)  # before the fence of `announce_pieces`, behind which nothing is in the L1 cache
             announce_pieces(cta, ours)

@@ -85,11 +85,6 @@ def _free_held_back(cta: Cta, turn: Turn) -> None:
         cta.next_scores_done.send(turn.left)
 
 
-def _send_scored(cta: Cta, turn: Turn) -> None:
-    for signal in cta.scored.values():
-        signal.send(turn.left)
-
-
 def _take_queries(cta: Cta, turn: Turn, *, negative: jax.Array) -> Queries:
     """Move queries out of their slots, and give the slots back."""
     plgpu.barrier_wait(cta.left_full.at[turn.left])
@@ -108,7 +103,7 @@ def _take_queries(cta: Cta, turn: Turn, *, negative: jax.Array) -> Queries:
     cta.queries.at[:, pl.ds(moved, ROPE)][...] = plgpu.load(rope, layout=MATRIX)
     queries = Queries(plgpu.load(left, layout=MATRIX), plgpu.load(right.at[:, pl.ds(0, kept)], layout=MATRIX))
     plgpu.commit_smem()  # the slots have been read, and what was stored is there for products
-    _send_scored(cta, turn)
+    cta.scored.send(turn.left)
     return queries
 
 
@@ -177,7 +172,7 @@ def _publish(
 
         clear_unowned(segment, block, clear)
     make_visible(emulate=cta.emulate)
-    _send_scored(cta, turn)
+    cta.scored.send(turn.left)
     return softmax
 
 

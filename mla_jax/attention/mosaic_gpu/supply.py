@@ -5,7 +5,8 @@ loads. None is needed: the slot that a value role has just used is its own to re
 for.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.company import keep_together
-from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS
+from mla_jax.attention.mosaic_gpu.config import PAGE, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import one_warp
-from mla_jax.attention.mosaic_gpu.work import HalvesWork, Ref, Side, Work
+from mla_jax.attention.mosaic_gpu.work import Ref, Work
 
 # Items before a request's first block are its queries: number -1, and -2, ... where they have several parts; none where
 # the score role fetches them itself.
@@ -55,34 +55,18 @@ class Upcoming(NamedTuple):
         return Upcoming(request, block, segment.end, page)
 
 
-def fill(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> Upcoming:
-    """Start loading this side's half of an item into a slot that nobody uses; returns the next item."""
-    start_copy(cta, side, slot, item)
-    return item.after(cta)
+def fill_all(cta: Work, slots: int, start: Callable[[jax.Array, Upcoming], None]) -> Upcoming:
+    """`start(slot, item)` for each slot of an empty ring; returns the first item that found no place."""
+
+    def fill(slot: jax.Array, item: Upcoming) -> Upcoming:
+        start(slot, item)
+        return item.after(cta)
+
+    return lax.fori_loop(0, slots, fill, Upcoming.start(cta))
 
 
-def start_copy(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> None:
-    """Start loading this side's half of an item into a slot that nobody uses."""
-
-    def copy(source: Ref, rows: int) -> None:
-        def part(target: Ref, first: int, columns: int, full: Ref) -> None:
-            target = target if rows == ROWS else target.at[pl.ds(0, rows)]
-            plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, columns)], target, full.at[slot])
-
-        def half(buffer: Ref, first: int, full: Ref) -> None:
-            if len(buffer.shape) == 3:
-                part(buffer.at[slot], first, HALF, full)
-                return
-            lines, width = buffer.shape[1], buffer.shape[3]
-            for line in range(lines):
-                part(buffer.at[slot, line], first + line * width, width, full)
-
-        if side == Side.LEFT:
-            half(cta.slots.left, 0, cta.left_full)
-            part(cta.slots.rope.at[slot], LATENT, ROPE, cta.left_full)
-        else:
-            half(cta.slots.right, HALF, cta.right_full)
-
+def start_copy(cta: Work, item: Upcoming, copy: Callable[[Ref, int], None]) -> None:
+    """`copy(source, rows)` in one warp: a page of the cache, or queries, of which there may be fewer than 64 rows."""
     there = item.request <= cta.span.end_req
     keys = there & (item.block >= 0)
     queries = there & (item.block < 0)
@@ -91,14 +75,14 @@ def start_copy(cta: HalvesWork, side: Side, slot: jax.Array, item: Upcoming) -> 
 
     def issue() -> None:
         pl.when(keys)(lambda: copy(cta.memory.cache.at[item.page], ROWS))
-        pl.when(queries)(lambda: copy(cta.memory.q.at[query, cta.rows], cta.problem.copied_rows))
+        if parts:
+            pl.when(queries)(lambda: copy(cta.memory.q.at[query, cta.rows], cta.problem.copied_rows))
 
-    if side == Side.LEFT:
-        keep_together(cta, item.request, item.block)
     one_warp(issue, emulate=cta.emulate)
 
 
-def fill_all(cta: HalvesWork, side: Side) -> Upcoming:
-    """Fill the empty ring; returns the first item that found no place."""
-    slots = (cta.slots.left if side == Side.LEFT else cta.slots.right).shape[0]
-    return lax.fori_loop(0, slots, lambda slot, item: fill(cta, side, slot, item), Upcoming.start(cta))
+def copy_columns(source: Ref, rows: int, first: Any, target: Ref, full: Ref) -> None:
+    """Some rows of a slot's part from the columns of `source` from `first` on."""
+    columns = target.shape[-1]
+    target = target if rows == ROWS else target.at[pl.ds(0, rows)]
+    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(first, columns)], target, full)

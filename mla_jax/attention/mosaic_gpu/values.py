@@ -6,11 +6,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from mla_jax.attention.mosaic_gpu.config import HALF, ROWS
+from mla_jax.attention.mosaic_gpu.company import keep_together
+from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, ROWS
 from mla_jax.attention.mosaic_gpu.hardware import rescale, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.pieces import store_rows
 from mla_jax.attention.mosaic_gpu.scores import MATRIX, ROW
-from mla_jax.attention.mosaic_gpu.supply import Upcoming, fill, fill_all
+from mla_jax.attention.mosaic_gpu.supply import Upcoming, copy_columns, fill_all, start_copy
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Side, Turn
 
 
@@ -22,8 +23,9 @@ def accumulate(cta: Cta, side: Side) -> None:
     def request(r: jax.Array, carry: tuple[Turn, Upcoming]) -> tuple[Turn, Upcoming]:
         turn, item = carry
         segment = cta.segment(r)
-        cta.scored[side].receive(turn.left)  # the queries have been taken
-        item = fill(cta, side, turn.of(side), item)
+        cta.scored.of(side).receive(turn.left)  # the queries have been taken
+        _start_copy(cta, side, turn.of(side), item)
+        item = item.after(cta)
 
         def block(i: jax.Array, carry: tuple[jax.Array, Turn, Upcoming]) -> tuple[jax.Array, Turn, Upcoming]:
             output, turn, item = carry
@@ -44,13 +46,31 @@ def accumulate(cta: Cta, side: Side) -> None:
         pl.when(~whole)(lambda: _store_piece(cta, r, side, output))
         return turn.after(config), item
 
-    cta.for_each_request(request, (Turn.start(), fill_all(cta, side)))
+    slots = config.left_slots if side == Side.LEFT else config.right_slots
+    item = fill_all(cta, slots, lambda slot, item: _start_copy(cta, side, slot, item))
+    cta.for_each_request(request, (Turn.start(), item))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _start_copy(cta: Cta, side: Side, slot: jax.Array, item: Upcoming) -> None:
+    """Start loading this side's half of an item into a slot that nobody uses."""
+    slots = cta.slots
+
+    def copy(source: Ref, rows: int) -> None:
+        if side == Side.RIGHT:
+            copy_columns(source, rows, HALF, slots.right.at[slot], cta.right_full.at[slot])
+            return
+        copy_columns(source, rows, 0, slots.left.at[slot], cta.left_full.at[slot])
+        copy_columns(source, rows, LATENT, slots.rope.at[slot], cta.left_full.at[slot])
+
+    if side == Side.LEFT:
+        keep_together(cta, item.request, item.block)
+    start_copy(cta, item, copy)
 
 
 def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref) -> jax.Array:
     """decay * output + P V for this side's half of V."""
-    cta.scored[side].receive(turn.left)
+    cta.scored.of(side).receive(turn.left)
     decay = plgpu.load(cta.decay(turn.left), layout=ROW)
     output = rescale(output, decay, emulate=cta.emulate)
     if side.awaits_scores(cta.config):
@@ -72,7 +92,8 @@ def _reuse(cta: Cta, side: Side, turn: Turn, item: Upcoming) -> Upcoming:
         warpgroup_barrier(emulate=cta.emulate)  # one warp issues the copy, all four have read
     elif not side.awaits_right(cta.config):
         cta.right_done.receive(turn.left)  # the right side, too, has read the probabilities, where rope parts go
-    return fill(cta, side, turn.of(side), item)
+    _start_copy(cta, side, turn.of(side), item)
+    return item.after(cta)
 
 
 def _store_whole(cta: Cta, request: jax.Array, side: Side, output: jax.Array, stage: Ref) -> None:

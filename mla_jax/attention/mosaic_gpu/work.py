@@ -31,6 +31,22 @@ class Side(enum.IntEnum):
         return config.held_back == LEFT_LAST and self == Side.LEFT
 
 
+class SideSignals(NamedTuple):
+    """A signal for each side, with as many indices each."""
+
+    first: Signal
+    indices: int
+
+    def of(self, side: Any) -> Signal:
+        """That of a side, which may be a traced number."""
+        return self.first.behind(side * self.indices)
+
+    def send(self, index: jax.Array) -> None:
+        """To both sides."""
+        for side in Side:
+            self.of(side).send(index)
+
+
 class Global(NamedTuple):
     """Arrays in device memory. `rows` is S * H; a row of q is query token `row // H`, head `row % H`."""
 
@@ -52,10 +68,7 @@ class Global(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The rings in shared memory. A slot holds a block of keys, or a request's queries before its first.
-
-    Halves may lie in lines of some dims: [slots, lines, 64, 256 / lines].
-    """
+    """The rings in shared memory. A slot holds a block of keys, or a request's queries before its first."""
 
     left: Ref  # [left_slots, 64, 256] dims 0:256, also the left values
     right: Ref  # [right_slots, 64, 256] dims 256:512, also the right values
@@ -113,7 +126,7 @@ class Work:
     emulate: bool
     memory: Global
     row_vectors: Ref  # [2 n + 1, 64] float32 in shared memory
-    scored: dict[Side, Signal]  # the score role to a side: queries are taken, or probabilities are there
+    scored: SideSignals  # the score role to a side: queries are taken, or probabilities are there
     span: Span | SpanInMemory
     part: jax.Array
     row_block: jax.Array
@@ -164,7 +177,7 @@ class Work:
         """
         return self.part + jnp.where(request == self.span.begin_req, 0, self.problem.parts)
 
-    def piece(self, request: jax.Array, rows: Any, side: Side) -> tuple[Ref, Ref]:
+    def piece(self, request: jax.Array, rows: Any, side: Any) -> tuple[Ref, Ref]:
         """Where a side leaves its half of rows of this part's piece of a request, and their scales."""
         slot, groups = self.partial_slot(request), HALF // GROUP
         numbers = self.memory.part_out.at[slot, rows, pl.ds(side * HALF, HALF)]
@@ -180,18 +193,12 @@ class Work:
 
 
 @dataclasses.dataclass(frozen=True)
-class HalvesWork(Work):
-    """Work on slots whose halves arrive, and are used, each by themselves."""
+class Cta(Work):
+    """What the roles of the 16-bit kernel share. Indices of signals and vectors are left slots where not said."""
 
     slots: Slots
     left_full: Ref  # barriers, by left slot: left half and rope part have arrived
     right_full: Ref  # barriers, by right slot
-
-
-@dataclasses.dataclass(frozen=True)
-class Cta(HalvesWork):
-    """What the roles of the 16-bit kernel share. Indices of signals and vectors are left slots where not said."""
-
     queries: Ref  # [64, shared_query_dims] the queries' last dims, in shared memory
     next_scores_done: Signal  # the score role to the sides held back: use this slot now
     right_done: Signal  # the right side to the left: probabilities are used
