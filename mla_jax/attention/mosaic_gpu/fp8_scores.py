@@ -18,9 +18,9 @@ from mla_jax.attention.mosaic_gpu.hardware import make_visible
 from mla_jax.attention.mosaic_gpu.scores import (
     ROW,
     Softmax,
-    advance,
     clear_unowned,
     first_masked_block,
+    logits_of,
     nonzero,
     store_lse,
     visible_keys,
@@ -141,8 +141,18 @@ def _publish(
         parts = pl.ds(first // KEYS_AT_ONCE, probabilities.shape[1] // KEYS_AT_ONCE)
         store_probabilities(target.at[parts], probabilities, cta.problem.copied_rows, emulate=cta.emulate)
 
+    logits, highest = logits_of(products, scale, visible)
+    top, decay = softmax.follow(highest)
+    softmax = softmax.advance(top, decay)
+    yield
     columns = PAGE if masked else KEYS_AT_ONCE
-    softmax, decay = yield from advance(softmax, products, scale, visible, store, columns)
+    for first in range(0, PAGE, columns):
+        some = logits[:, first : first + columns] if columns < PAGE else logits
+        probabilities = jnp.exp2(some - lax.broadcast_in_dim(top, some.shape, [0]))
+        store(first, probabilities)
+        softmax = softmax.add(probabilities)
+        if first + columns < PAGE:
+            yield
     cta.decay(place.buffer)[...] = decay
     if last:
         cta.inverse_total(place.buffer)[...] = 1.0 / nonzero(softmax.totals.sum(axis=1))

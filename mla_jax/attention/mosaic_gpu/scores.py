@@ -12,7 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
 from mla_jax.attention.mosaic_gpu.hardware import clear_rows, make_visible, negate, warpgroup_barrier
-from mla_jax.attention.mosaic_gpu.steps import Steps, finish
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn, Work
 
 MATRIX = plgpu.Layout.WGMMA
@@ -41,6 +40,22 @@ class Softmax(NamedTuple):
         """Before the first key."""
         top = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), ROW)
         return cls(top, plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), MATRIX))
+
+    def follow(self, highest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What `top` becomes with a block's highest logits, and the decay of what came before."""
+        top = jnp.where(highest > self.top + SLACK, highest, self.top)
+        return top, jnp.exp2(self.top - top)
+
+    def advance(self, top: jax.Array, decay: jax.Array) -> "Softmax":
+        """The same sums for another `top`."""
+        return Softmax(top, self.totals * lax.broadcast_in_dim(decay, self.totals.shape, [0]))
+
+    def add(self, probabilities: jax.Array) -> "Softmax":
+        """With the probabilities of some keys more: a thread's own numbers, no exchange with other threads."""
+        totals = self.totals
+        for column in range(0, probabilities.shape[1], COLUMNS):
+            totals += probabilities[:, column : column + COLUMNS]
+        return Softmax(self.top, totals)
 
 
 def score(cta: Cta) -> None:
@@ -157,10 +172,12 @@ def _publish(
     """Softmax of a block's products; probabilities and what value roles need beside them go to shared memory."""
     visible = visible_keys(cta, segment, block) if masked else None
 
-    found: list[jax.Array] = []
-    softmax, decay = finish(advance(softmax, products, scale, visible, lambda _, whole: found.append(whole)))
+    logits, highest = logits_of(products, scale, visible)
+    top, decay = softmax.follow(highest)
+    probabilities = jnp.exp2(logits - lax.broadcast_in_dim(top, logits.shape, [0]))
+    softmax = softmax.advance(top, decay).add(probabilities)
     warpgroup_barrier(emulate=cta.emulate)  # all four warps are done with the keys' rope part
-    cta.slots.rope.at[turn.left][...] = found[0].astype(cta.problem.dtype)
+    cta.slots.rope.at[turn.left][...] = probabilities.astype(cta.problem.dtype)
     cta.decay(turn.left)[...] = decay
     if last:
         cta.inverse_total(turn.left)[...] = 1.0 / nonzero(softmax.totals.sum(axis=1))
@@ -176,43 +193,13 @@ def _publish(
     return softmax
 
 
-def advance(
-    softmax: Softmax,
-    products: jax.Array,
-    scale: jax.Array,
-    visible: jax.Array | None,
-    store: Callable[[int, jax.Array], None],
-    columns: int = PAGE,
-) -> Steps[tuple[Softmax, jax.Array]]:
-    """The online softmax of a block: returns its new state, and the decay of what came before.
-
-    `scale` of the logits is one number or one for each row. `store` is called with the first column and the
-    probabilities of so many at a time.
-    """
-
-    def logits(first: int) -> jax.Array:
-        some = products[:, first : first + columns] if columns < PAGE else products
-        return some * lax.broadcast_in_dim(scale, some.shape, range(scale.ndim))
-
+def logits_of(products: jax.Array, scale: jax.Array, visible: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Logits of a block in base 2, and each row's highest; `scale`, not negative, is one number or one for each row."""
+    logits = products * lax.broadcast_in_dim(scale, products.shape, range(scale.ndim))
     if visible is None:
-        highest = products.max(axis=1) * scale  # scale >= 0: fewer multiplications
-    else:
-        assert columns == PAGE
-        hidden = jnp.where(visible, logits(0), HIDDEN)
-        highest = hidden.max(axis=1)
-    top = jnp.where(highest > softmax.top + SLACK, highest, softmax.top)
-    decay = jnp.exp2(softmax.top - top)
-    totals = softmax.totals * lax.broadcast_in_dim(decay, softmax.totals.shape, [0])
-    yield
-    for first in range(0, PAGE, columns):
-        some = logits(first) if visible is None else hidden
-        probabilities = jnp.exp2(some - lax.broadcast_in_dim(top, some.shape, [0]))
-        store(first, probabilities)
-        for column in range(0, columns, COLUMNS):  # a thread's own numbers: no exchange with other threads
-            totals += probabilities[:, column : column + COLUMNS]
-        if first + columns < PAGE:
-            yield
-    return Softmax(top, totals), decay
+        return logits, products.max(axis=1) * scale  # fewer multiplications wait for each other
+    logits = jnp.where(visible, logits, HIDDEN)
+    return logits, logits.max(axis=1)
 
 
 def first_masked_block(cta: Work, length: jax.Array) -> jax.Array:
