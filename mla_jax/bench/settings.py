@@ -1,4 +1,4 @@
-"""Settings of the Hopper kernel as text: `held_back=3,register_tiles=5`, fields of its `KernelConfig`."""
+"""Settings of the Hopper kernel as text: `register_tiles=5,request_overhead=4`, fields of its `KernelConfig`."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ def parse_settings(text: str, config: Any) -> Any:
         try:
             changes[name] = json.loads(value)
         except (json.JSONDecodeError, RecursionError):
-            raise InputError(f"{part!r} gives no value for {name}; write held_back=1.") from None
+            raise InputError(f"{part!r} gives no value for {name}; write register_tiles=5.") from None
         if type(changes[name]) is not int:
             raise InputError(f"{part!r}: {name} is a whole number.")
     try:

@@ -230,12 +230,12 @@ def test_report_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> No
 def test_the_table_shows_every_spread() -> None:
     row = {"case": SMALL, "implementation": "xla", "us": 2.0, "spread_us": [1.1, 3.1], "tflops": 1.0, "gbps": 1.0}
     row |= {"percent_of_limit": 50.0, "peer": "flash_mla", "peer_us": 4.0, "peer_spread_us": [3.3, 5.5], "ratio": 2.0}
-    row |= {"settings": [{"settings": "held_back=2", "us": 6.0, "spread_us": [5.9, 6.1]}]}
+    row |= {"settings": [{"settings": "left_slots=2", "us": 6.0, "spread_us": [5.9, 6.1]}]}
     limits = Limits.of({name: Times([1.0, 2.0, 4.0]) for name in ("read", "copy", "bfloat16")})
     report = {"rows": [row], "limits": dataclasses.asdict(limits), "device": "cpu", "span_s": 12.0}
     report |= {"others_percent": 7.0}
     text = _text(report)
-    lines = [f"{SMALL:<26}xla", "flash_mla .* 4.0 .* 3.3 … 5.5", "held_back=2 .* 5.9 … 6.1", "reads .* … .* GB/s"]
+    lines = [f"{SMALL:<26}xla", "flash_mla .* 4.0 .* 3.3 … 5.5", "left_slots=2 .* 5.9 … 6.1", "reads .* … .* GB/s"]
     lines += ["multiplies bfloat16 .* … .* TFLOP/s", "over 12 s", "took 7 %"]
     assert all(re.search(line, text) for line in lines) and text.count("% of limit") == 1
 
@@ -299,14 +299,14 @@ def test_a_peer_that_cannot_run_says_why(capsys: pytest.CaptureFixture) -> None:
         ([SMALL, "--rounds", "1", "--output", "/no/x"], "/no/x"),
         (["--jobs", "0", SMALL], "--jobs"),
         (["--settings", "slots=2", SMALL], "'slots' is no setting"),
-        (["--settings", "held_back=left", SMALL], "no value for held_back"),
+        (["--settings", "left_slots=few", SMALL], "no value for left_slots"),
         (["--settings", 'left_slots="a"', SMALL], "left_slots is a whole number"),
         (["--settings", "left_slots=3.0", SMALL], "left_slots is a whole number"),
-        (["--settings", "held_back=true", SMALL], "held_back is a whole number"),
+        (["--settings", "left_slots=true", SMALL], "left_slots is a whole number"),
         (["bf16_b1_h16_s1_0k"], "no case"),
         (["bf16_b1_h16_s1_" + "9" * 5000 + "k"], "no case"),
-        (["--settings", "held_back=9", SMALL], "0, 1, 2 or 3"),
-        (["--settings", "held_back=0", SMALL], "settings are for mosaic_gpu"),
+        (["--settings", "register_tiles=9", SMALL], "give 5, 6 or 7"),
+        (["--settings", "left_slots=2", SMALL], "settings are for mosaic_gpu"),
     ],
 )
 def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytest.CaptureFixture) -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,6 +22,8 @@ from mla_jax.attention.mosaic_gpu.ptx import (
     pack,
     position,
     ptx,
+    spot,
+    spots,
     times,
     two,
     unpack,
@@ -51,9 +52,7 @@ def any_above(matrix: jax.Array, top: Ref, slack: float, barrier: int, *, emulat
                 result_types=[f32, f32],
             )
             for below in range(2):
-                for number, limit in zip(
-                    two(matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]), limits, strict=True
-                ):
+                for number, limit in zip(two(matrix.registers[spot(0, columns, below)]), limits, strict=True):
                     above = arith.ori(above, arith.cmpf(arith.CmpFPredicate.OGT, number, limit))
         found = ptx(
             "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;"
@@ -93,7 +92,7 @@ def add_totals(totals: jax.Array, matrix: jax.Array, unit: jax.Array, *, emulate
         ]
         for columns in range(matrix.shape[1] // 8):
             for below in range(2):
-                numbers = two(matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0])
+                numbers = two(matrix.registers[spot(0, columns, below)])
                 for i, number in enumerate(numbers):
                     at = 2 * columns + i
                     words[at] = ptx(
@@ -138,12 +137,10 @@ def sum_totals(totals: jax.Array, rows: int, *, emulate: bool) -> jax.Array:
         f32 = ir.F32Type.get()
         pair_of, zero = ir.VectorType.get((2,), f32), mgpu_utils.c(0.0, f32)
         words = [mgpu_utils.bitcast(word, f32) for word in unpack(totals)]
-        registers = np.empty((1, rows // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        registers = spots(PAGE, rows)
         for columns in range(rows // 8):
-            registers[0, columns, 0, 0, 0, 0, 0, 0, 0] = vector.from_elements(
-                pair_of, words[2 * columns : 2 * columns + 2]
-            )
-            registers[0, columns, 0, 0, 1, 0, 0, 0, 0] = vector.from_elements(pair_of, [zero, zero])
+            registers[spot(0, columns, 0)] = vector.from_elements(pair_of, words[2 * columns : 2 * columns + 2])
+            registers[spot(0, columns, 1)] = vector.from_elements(pair_of, [zero, zero])
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return spread(totals).sum(axis=0)
@@ -174,7 +171,7 @@ def store_probabilities_by_key(target: Ref, matrix: jax.Array, *, emulate: bool)
             numbers = []
             for column in range(first, first + count):
                 for below in range(2):
-                    register = matrix.registers[0, column, 0, 0, below, 0, 0, 0, 0]
+                    register = matrix.registers[spot(0, column, below)]
                     numbers += two(register)
             packs = "".join(f"cvt.rn.f16x2.f32 w{i}, ${2 * i + 1}, ${2 * i};" for i in range(2 * count))
             listed = ", ".join(f"w{i}" for i in range(2 * count))

@@ -20,7 +20,6 @@ SHARED_MEMORY = 232_448  # bytes that a CTA may have on Hopper
 REGISTERS = 504  # per thread index, over three warpgroups: each thread starts with 168, more do not exist
 LOG2E = math.log2(math.e)
 VALUE_REGISTERS = 160  # fewest that ptxas accepts for a WGMMA with 128 accumulators
-LEFT_LAST = 3  # a value of held_back
 FREE_REGISTERS = 24  # that a role needs beside the operands of its products
 
 
@@ -32,8 +31,6 @@ class KernelConfig:
     register_tiles: query tiles of 64 latent dims that stay in registers, 16 per thread each; the others and the
         rope part lie in shared memory, and a product reads them from there again for every block.
     score_registers, value_registers: per thread of each role.
-    held_back: value roles that wait with their products until the next scores are done, so that those are not
-        delayed: 0 none, 1 the left one, 2 both, 3 both and the left one until the right one is done, too.
     request_overhead: for `tile_schedule`: what a request costs beside its blocks.
     """
 
@@ -42,7 +39,6 @@ class KernelConfig:
     register_tiles: int = 7
     score_registers: int = 184
     value_registers: int = VALUE_REGISTERS
-    held_back: int = 1
     request_overhead: int = 3
 
     def __post_init__(self) -> None:
@@ -51,8 +47,6 @@ class KernelConfig:
                 f"{self.left_slots=}, {self.right_slots=}: one slot loads while another is used, so each must be "
                 "at least 2, and the left side, which also keeps the probabilities, must not have fewer"
             )
-        if self.held_back not in (0, 1, 2, LEFT_LAST):
-            raise ValueError(f"{self.held_back=}: it must be 0, 1, 2 or 3")
         if self.register_tiles not in (5, 6, 7):
             raise ValueError(f"{self.register_tiles=}: the left 4 tiles always are in registers; give 5, 6 or 7")
         if (used := self.shared_memory()) > SHARED_MEMORY:

@@ -27,6 +27,8 @@ from mla_jax.attention.mosaic_gpu.ptx import (
     pack,
     position,
     ptx,
+    spot,
+    spots,
     times,
     unpack,
     warp_and_lane,
@@ -161,7 +163,7 @@ def latent_registers(loaded: list[Any], factors: list[Any], part: int) -> np.nda
     group = part * OPERAND // GROUP
     factor = [factors[group], factors[GROUPS + group]]
     pair_of = ir.VectorType.get((2,), ir.F16Type.get())
-    registers = np.empty((1, OPERAND // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    registers = spots(PAGE, OPERAND)
     for step in range(OPERAND // 16):
         for below in range(2):
             numbers = ptx(
@@ -173,7 +175,7 @@ def latent_registers(loaded: list[Any], factors: list[Any], part: int) -> np.nda
                 result_types=[int32()] * 2,
             )
             for eight, number in enumerate(numbers):
-                registers[0, 2 * step + eight, 0, 0, below, 0, 0, 0, 0] = mgpu_utils.bitcast(number, pair_of)
+                registers[spot(0, 2 * step + eight, below)] = mgpu_utils.bitcast(number, pair_of)
     return registers
 
 
@@ -181,7 +183,7 @@ def rope_registers(address: Any, factors: list[Any]) -> np.ndarray:
     """The rope dims as operand of a product, [64, 64] bfloat16, divided by the keys' units."""
     inverse = factors[2 * GROUPS :]
     pair_of = ir.VectorType.get((2,), ir.BF16Type.get())
-    registers = np.empty((1, ROPE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    registers = spots(PAGE, ROPE)
     for step in range(ROPE // 16):
         found = _load_matrices(address, SCALES_AT + 4 * GROUPS + 32 * step)
         for right in range(2):
@@ -189,7 +191,7 @@ def rope_registers(address: Any, factors: list[Any]) -> np.ndarray:
                 number = ptx(
                     "mul.rn.bf16x2 $0, $1, $2;", found[2 * right + below], inverse[below], result_types=int32()
                 )
-                registers[0, 2 * step + right, 0, 0, below, 0, 0, 0, 0] = mgpu_utils.bitcast(number, pair_of)
+                registers[spot(0, 2 * step + right, below)] = mgpu_utils.bitcast(number, pair_of)
     return registers
 
 

@@ -16,7 +16,21 @@ from jaxlib.mlir.dialects import arith, nvvm, scf, vector
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LATENT, PAGE, ROPE, ROWS, WARPGROUP
 from mla_jax.attention.mosaic_gpu.hardware import SCALAR, Ref
-from mla_jax.attention.mosaic_gpu.ptx import at_byte, i32, int32, opaque, pack, position, ptx, pure, times, two, unpack
+from mla_jax.attention.mosaic_gpu.ptx import (
+    at_byte,
+    i32,
+    int32,
+    opaque,
+    pack,
+    position,
+    ptx,
+    pure,
+    spot,
+    spots,
+    times,
+    two,
+    unpack,
+)
 
 # How e4m3 operands of a WGMMA lie in shared memory: in lines of 128 dims, and of 64 for the rope part. The GPU reads
 # device memory a fifth slower in lines of 64.
@@ -77,10 +91,10 @@ def transposed(loaded: jax.Array, *, emulate: bool) -> jax.Array:
 def operand_of(widen: Callable[[int], list[Any]]) -> Any:
     """Vᵀ of 16 keys from what `widen(eight)` makes of 8 of them: for each of a thread's dims, 2 float16 in a word."""
     pair_of = ir.VectorType.get((2,), ir.F16Type.get())
-    registers = np.empty((HALF // ROWS, KEYS_AT_ONCE // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+    registers = spots(HALF, KEYS_AT_ONCE)
     for eight in range(KEYS_AT_ONCE // 8):
         for dim, word in enumerate(widen(eight)):
-            registers[dim // 2, eight, 0, 0, dim % 2, 0, 0, 0, 0] = mgpu_utils.bitcast(word, pair_of)
+            registers[spot(dim // 2, eight, dim % 2)] = mgpu_utils.bitcast(word, pair_of)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 
@@ -127,14 +141,7 @@ def store_transposed(target: Ref, matrix: jax.Array, *, emulate: bool) -> None:
         address = at_byte(mgpu_utils.memref_ptr(target), offset)
         for columns in range(matrix.shape[1] // 8):
             for second in range(2):
-                numbers = [
-                    vector.extract(
-                        matrix.registers[dim // 2, columns, 0, 0, dim % 2, 0, 0, 0, 0],
-                        dynamic_position=[],
-                        static_position=[second],
-                    )
-                    for dim in range(DIMS)
-                ]
+                numbers = [two(matrix.registers[spot(dim // 2, columns, dim % 2)])[second] for dim in range(DIMS)]
                 _store_dims(address, (8 * columns + second) * LATENT * itemsize, numbers, element)
 
     store(target, matrix)
@@ -166,7 +173,7 @@ def store_probabilities(target: Ref, matrix: jax.Array, rows: int, *, emulate: b
             first = arith.addi(times(warp, 16), i32(8 * below))
             used = None if rows == ROWS else arith.cmpi(arith.CmpIPredicate.ult, first, i32(rows))
             for columns in range(matrix.shape[1] // 8):
-                register = matrix.registers[0, columns, 0, 0, below, 0, 0, 0, 0]
+                register = matrix.registers[spot(0, columns, below)]
                 word = pure("cvt.rn.f16x2.f32 $0, $2, $1;", *two(register), result_types=int32())
                 offset = (columns // 2) * rows * 32 + below * 8 * 32
                 ptx(f"st.shared.b32 [$1 + {offset}], $0;", word, chunks[columns % 2], predicate=used)

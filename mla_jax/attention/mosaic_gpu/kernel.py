@@ -8,8 +8,18 @@ Why so. A WGMMA whose A operand lies in shared memory reads it again for every 6
 S = Q K^T alone fills the bandwidth of shared memory. Here one warpgroup does nothing but scores and keeps most
 of Q in registers: shared memory traffic per block of 64 keys drops to about the 2176 cycles that tensor cores
 need. Q travels through the rings; what remains of it in shared memory is small, so that five halves of key blocks
-fit. During the softmax of a block, tensor cores have the left values of the block before. The right values are
-multiplied at once, beside the next scores, so that two right slots are enough.
+fit.
+
+Who does what when, in blocks i, i + 1, ...:
+
+    score           | softmax i    | Q K^T of i + 1 | softmax i + 1 | Q K^T of i + 2 |
+    values, right   |              | P V of i       |               | P V of i + 1   |
+    values, left    | P V of i - 1 |                | P V of i      |                |
+
+Signals: `scored` (score role to both sides: P of i is there); `next_scores_done` (score role to the left side, which
+waits for it, as its products would delay those that everybody waits for); `right_done` (right side to left: P has been
+read, so the rope part's place, where it lies, can be refilled). A side refills its own half of a slot; `left_full` and
+`right_full` say that it has arrived.
 """
 
 import functools
@@ -93,7 +103,7 @@ def _cta_body(problem: Problem, config: KernelConfig, emulate: bool, memory: Glo
         left_full=scratch["left_full"],
         right_full=scratch["right_full"],
         scored=signals.take_by_side("scored", 2),
-        next_scores_done=signals.take("next_scores_done", 1 + sum(side.awaits_scores(config) for side in Side)),
+        next_scores_done=signals.take("next_scores_done", 2),
         right_done=signals.take("right_done", 2),
         span=SpanInMemory(memory.metadata, part),
         part=part,

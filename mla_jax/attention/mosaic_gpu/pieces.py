@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
 from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, LATENT, ROWS
-from mla_jax.attention.mosaic_gpu.ptx import at_byte, f32, float32, i32, int32, position, ptx, pure, times, two
+from mla_jax.attention.mosaic_gpu.ptx import at_byte, f32, float32, i32, int32, position, ptx, pure, spot, times, two
 
 Ref = Any
 MATRIX = plgpu.Layout.WGMMA
@@ -50,7 +50,7 @@ def store_rows(piece: Ref, scale: Ref, matrix: jax.Array, rows: int, *, emulate:
         numbers_at = at_byte(mgpu_utils.memref_ptr(piece), arith.addi(times(first, ROW_BYTES), times(pair, 4 * WORDS)))
         scales_at = at_byte(mgpu_utils.memref_ptr(scale), times(first, 4 * 2 * GROUPS))
         for below in range(2):  # a thread has a row, and the one 8 below
-            registers = [matrix.registers[0, i, 0, 0, below, 0, 0, 0, 0] for i in range(HALF // 8)]
+            registers = [matrix.registers[spot(0, i, below)] for i in range(HALF // 8)]
             numbers = [number for register in registers for number in two(register)]
             per_group = len(numbers) // GROUPS
             groups = [numbers[i : i + per_group] for i in range(0, len(numbers), per_group)]
@@ -81,7 +81,7 @@ def store_columns(piece: Ref, scale: Ref, matrix: jax.Array, *, emulate: bool) -
         scales_at = arith.addi(times(warp, 4), times(pair, 2 * 4 * 2 * GROUPS))
         scales_at = at_byte(mgpu_utils.memref_ptr(scale), scales_at)
         columns = [
-            [two(matrix.registers[dim // 2, eight, 0, 0, dim % 2, 0, 0, 0, 0])[second] for dim in range(2 * WORDS)]
+            [two(matrix.registers[spot(dim // 2, eight, dim % 2)])[second] for dim in range(2 * WORDS)]
             for eight in range(matrix.shape[1] // 8)
             for second in range(2)
         ]

@@ -75,6 +75,20 @@ def two(register: Any) -> list[Any]:
     return [vector.extract(register, dynamic_position=[], static_position=[i]) for i in range(2)]
 
 
+def spot(tile: int, eight: int, below: int) -> tuple[int, ...]:
+    """Which of a FragmentedArray's registers, in the layout WGMMA, has this thread's two neighbouring columns.
+
+    tile: of 64 rows; eight: columns 8 eight to 8 eight + 7, of which the thread's pair is `position`'s; below: 0 for
+    the thread's row of the upper 8 of its warp's 16, 1 for the one 8 below it.
+    """
+    return tile, eight, 0, 0, below, 0, 0, 0, 0
+
+
+def spots(rows: int, columns: int) -> np.ndarray:
+    """Room for the registers of a matrix in the layout WGMMA."""
+    return np.empty((rows // 64, columns // 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+
+
 def opaque(words: int) -> Any:
     """The type of so many 32-bit words of each thread, which only those know that made them."""
     shape = (words * WARPGROUP,)

@@ -77,7 +77,7 @@ def score(cta: Cta) -> None:
             softmax, products, turn = carry
             softmax = _publish(cta, segment, i, turn, softmax, products, logit_scale, masked=masked)
             products = _products(cta, queries, turn.after(config))
-            _free_held_back(cta, turn)
+            cta.next_scores_done.send(turn.left)
             return softmax, products, turn.after(config)
 
         products = _products(cta, queries, turn)
@@ -87,17 +87,12 @@ def score(cta: Cta) -> None:
         carry = lax.fori_loop(segment.first, mask_from, functools.partial(block, False), carry)
         softmax, products, turn = lax.fori_loop(mask_from, last, functools.partial(block, True), carry)
         softmax = _publish(cta, segment, last, turn, softmax, products, logit_scale, masked=True, last=True)
-        _free_held_back(cta, turn)
+        cta.next_scores_done.send(turn.left)
         store_lse(cta, segment, softmax.top, softmax.totals.sum(axis=1))
         return turn.after(config)
 
     cta.for_each_request(request, Turn.start())
     plgpu.wait_smem_to_gmem(0)
-
-
-def _free_held_back(cta: Cta, turn: Turn) -> None:
-    if cta.config.held_back:
-        cta.next_scores_done.send(turn.left)
 
 
 def _take_queries(cta: Cta, turn: Turn, *, negative: jax.Array) -> Queries:

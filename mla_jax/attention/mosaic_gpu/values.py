@@ -73,10 +73,8 @@ def _add_block(cta: Cta, side: Side, output: jax.Array, turn: Turn, buffer: Ref)
     cta.scored.of(side).receive(turn.left)
     decay = plgpu.load(cta.decay(turn.left), layout=ROW)
     output = rescale(output, decay, emulate=cta.emulate)
-    if side.awaits_scores(cta.config):
+    if side == Side.LEFT:
         cta.next_scores_done.receive(turn.left)
-    if side.awaits_right(cta.config):
-        cta.right_done.receive(turn.left)
     probabilities, values = cta.slots.rope.at[turn.left], buffer.at[turn.of(side)]
     if cta.emulate:
         output = output + jnp.dot(probabilities[...].astype(jnp.float32), values[...].astype(jnp.float32))
@@ -90,7 +88,7 @@ def _reuse(cta: Cta, side: Side, turn: Turn, item: Upcoming) -> Upcoming:
     if side == Side.RIGHT:
         cta.right_done.send(turn.left)
         warpgroup_barrier(emulate=cta.emulate)  # one warp issues the copy, all four have read
-    elif not side.awaits_right(cta.config):
+    else:
         cta.right_done.receive(turn.left)  # the right side, too, has read the probabilities, where rope parts go
     _start_copy(cta, side, turn.of(side), item)
     return item.after(cta)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, LEFT_LAST, PAGE, ROWS, KernelConfig, Problem
+from mla_jax.attention.mosaic_gpu.config import GROUP, HALF, PAGE, ROWS, KernelConfig, Problem
 from mla_jax.attention.mosaic_gpu.hardware import Signal
 
 Ref = Any
@@ -21,14 +21,6 @@ class Side(enum.IntEnum):
 
     LEFT = 0  # 0:256
     RIGHT = 1  # 256:512
-
-    def awaits_scores(self, config: KernelConfig) -> bool:
-        """Whether this side waits for the next scores before it multiplies."""
-        return config.held_back == 2 or config.held_back == (1 if self == Side.LEFT else LEFT_LAST)
-
-    def awaits_right(self, config: KernelConfig) -> bool:
-        """Whether this side waits for the right one before it multiplies."""
-        return config.held_back == LEFT_LAST and self == Side.LEFT
 
 
 class SideSignals(NamedTuple):
@@ -200,7 +192,7 @@ class Cta(Work):
     left_full: Ref  # barriers, by left slot: left half and rope part have arrived
     right_full: Ref  # barriers, by right slot
     queries: Ref  # [64, shared_query_dims] the queries' last dims, in shared memory
-    next_scores_done: Signal  # the score role to the sides held back: use this slot now
+    next_scores_done: Signal  # the score role to the left side, which waits so that those are not delayed
     right_done: Signal  # the right side to the left: probabilities are used
 
     @property

@@ -33,7 +33,6 @@ DS_CACHE = array((8, 64, 656), jnp.uint8)
         ({"score_registers": 160}, "lower register_tiles"),
         ({"score_registers": 182}, "multiple of 8"),
         ({"value_registers": 152}, "at least 160"),
-        ({"held_back": 4}, "0, 1, 2 or 3"),
     ],
 )
 def test_budgets(fields, reason):

@@ -20,10 +20,8 @@ CASES = {
 
 
 CONFIGS = [
-    KernelConfig(held_back=0),
-    KernelConfig(held_back=2),
-    KernelConfig(held_back=3),
     KernelConfig(register_tiles=5),
+    KernelConfig(left_slots=2),
 ]
 
 
