@@ -283,9 +283,9 @@ def _check_arrays(q: Any, kv_cache: Any, block_table: Any, kv_lens: Any, d_v: in
             f"q's last dim is {d} and the cache's rows hold {latent_dim} numbers, but they must be equal "
             f"(latent + rope); did you pass q before absorbing W_UK?"
         )
-    if not isinstance(d_v, int | np.integer) or not 1 <= d_v <= d:
+    if isinstance(d_v, bool) or not isinstance(d_v, int | np.integer) or not 1 <= d_v <= d:
         raise InputError(
-            f"d_v must be a whole number between 1 and q's last dim {d}, got {d_v}; values are the "
+            f"d_v must be a whole number between 1 and q's last dim {d}, got {d_v!r}; values are the "
             f"first d_v numbers of a cache row."
         )
     if block_table.shape[0] != num_requests or kv_lens.shape[0] != num_requests:
