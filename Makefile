@@ -11,7 +11,7 @@ ARGS ?=
 # To test another version than the newest that pyproject.toml admits: make test VENV=.venv-oldest JAX=jax==0.11.2
 JAX ?=
 
-.PHONY: help demo test test-full lint notebooks readme docs bench-cpu bench-cache bench-drafts clean
+.PHONY: help demo test test-full hopper compile-kernels lint notebooks readme docs bench-cpu bench-cache bench-drafts clean
 
 help: ## List the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,14 @@ test: $(VENV)/.test ## Run the tests; ARGS="-k name" goes to pytest
 
 test-full: $(VENV)/.test ## Run the long versions too: soak, statistics, large memory
 	$(PYTHON) -m pytest -n 2 --full --timeout 3600 $(ARGS)
+
+hopper: ## Compile the kernels for Hopper GPUs, without one, where ptxas is: registers and spills
+	@if ! command -v ptxas > /dev/null; then echo "Kernels are not compiled: no CUDA toolkit (ptxas is not on the path)"; \
+	else $(MAKE) --no-print-directory VENV=$(VENV)-hopper compile-kernels; fi
+
+compile-kernels: $(VENV)/.hopper
+	JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 $(PYTHON) -m pytest -n 2 \
+	  tests/attention/mosaic_gpu/test_compiled.py $(ARGS)
 
 lint: $(VENV)/.lint ## ruff and mypy
 	$(PYTHON) -m ruff check .
@@ -50,8 +58,8 @@ bench-cache: $(VENV)/.test ## What an FP8 cache costs the demo model, sound and 
 bench-drafts: $(VENV)/.test ## Tokens that the demo model commits per step with drafts (minutes)
 	$(PYTHON) tests/benchmarks/accept_lengths.py $(ARGS)
 
-clean: ## Remove .venv
-	rm -rf $(VENV)
+clean: ## Remove .venv and what belongs to it
+	rm -rf $(VENV) $(VENV)-hopper
 
 # A stamp, not bin/python: that exists in a half-made environment too.
 $(VENV)/.python:
@@ -67,6 +75,11 @@ $(VENV)/.runtime: pyproject.toml | $(VENV)/.python
 $(VENV)/.test: $(VENV)/.runtime
 	@echo "Installing what the tests need (torch and transformers among it: some GB, a few minutes) into $(VENV)"
 	@$(PIP) --group test $(JAX)
+	@touch $@
+
+$(VENV)/.hopper: $(VENV)/.runtime
+	@echo "Installing JAX's compiler for GPUs (400 MB) into $(VENV)"
+	@$(PIP) --group hopper $(JAX)
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.runtime
