@@ -59,4 +59,4 @@ def shared_memory(slots: int, query_parts: int, rows: int) -> int:
     rows, barriers."""
     keys = ROWS * (2 * HALF + ROPE) * (slots + query_parts)
     vectors = -(-(2 * BUFFERS + 1) * ROWS * 4 // 1024) * 1024
-    return keys + BUFFERS * 2 * rows * PAGE + vectors + 8 * (2 * slots + 3 * BUFFERS)
+    return keys + BUFFERS * 2 * rows * PAGE + vectors + 8 * (3 * slots + 3 * BUFFERS)
