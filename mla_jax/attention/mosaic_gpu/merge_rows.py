@@ -188,11 +188,10 @@ def merge_many(refs: Sequence[Ref], where: Where, *, by_thread: bool) -> None:
         loop: Any = scf.ForOp(i32(0), work.where.pieces, i32(AT_ONCE), start)  # type: ignore[call-arg]
         with ir.InsertionPoint(loop.body):
             first = loop.induction_variable
-            own = [work.row_of(arith.addi(first, arith.addi(lane, i32(i))), half.row) for i in range(0, AT_ONCE, LANES)]
-            lses = [
-                work.lse_of(arith.addi(first, arith.addi(lane, i32(LANES * i))), index) for i, index in enumerate(own)
-            ]
-            scales = [work.scale_of(index, half.side, warp) for index in own]
+            pieces = [arith.addi(first, arith.addi(lane, i32(i))) for i in range(0, AT_ONCE, LANES)]
+            indices = [work.row_of(piece, half.row) for piece in pieces]
+            lses = [work.lse_of(*args) for args in zip(pieces, indices, strict=True)]
+            scales = [work.scale_of(index, half.side, warp) for index in indices]
             numbers = []
             for u in range(0, AT_ONCE, TEAMS):
                 index = work.row_of(arith.addi(first, arith.addi(team, i32(u))), half.row)
