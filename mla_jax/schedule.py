@@ -145,7 +145,8 @@ def tile_schedule(
     overhead = int(request_overhead)
     if overhead * kv_lens.shape[0] > LARGEST_SUM:
         raise InputError(f"request_overhead = {overhead} for {kv_lens.shape[0]} requests leaves the range of int32.")
-    return _schedule(kv_lens, int(num_sm_parts), order, overhead)
+    with jax.enable_x64(False):  # all is int32, whatever sums are where 64 bits are the default
+        return _schedule(kv_lens, int(num_sm_parts), order, overhead)
 
 
 def _check_number(name: str, number: Any) -> None:
@@ -155,11 +156,11 @@ def _check_number(name: str, number: Any) -> None:
 
 @jax.jit(static_argnums=(1, 2, 3))
 def _schedule(kv_lens: Array, parts: int, order: str, overhead: int) -> TileSchedule:
+    blocks = lax.div(jnp.maximum(kv_lens - 1, 0), PAGE_SIZE) + 1
     if order == "2025-02":
-        cut = _cut(lax.div(kv_lens + (PAGE_SIZE - 1), PAGE_SIZE), parts, overhead)
+        cut = _cut(jnp.where(kv_lens > 0, blocks, 0), parts, overhead)
         columns = _token_columns(cut, kv_lens)
     else:
-        blocks = lax.div(jnp.maximum(kv_lens - 1, 0), PAGE_SIZE) + 1
         cut = _cut(blocks, parts, overhead)
         columns = _block_columns(cut, kv_lens, blocks)
         if order == "2025-09":

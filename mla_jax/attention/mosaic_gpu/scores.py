@@ -243,6 +243,14 @@ def clear_unowned(segment: Segment, block: jax.Array, clear: Callable[[jax.Array
     pl.when(past)(lambda: clear(lax.max(segment.length - block * PAGE, jnp.int32(0))))
 
 
+def store_some(target: Ref, numbers: jax.Array, emulate: bool) -> None:
+    """target = numbers in device memory, which need not be whole cache lines."""
+    if emulate or not hasattr(plgpu, "store"):
+        target[...] = numbers
+    else:
+        plgpu.store(target, numbers, optimized=False)  # JAX 0.12 refuses the assignment
+
+
 def nonzero(total: jax.Array) -> jax.Array:
     """total, or 1 where no key was seen: dividing by it leaves the zeros of such a row."""
     return jnp.where(total == 0, 1.0, total)
@@ -267,4 +275,4 @@ def store_lse(cta: Work, segment: Segment, top: jax.Array, total: jax.Array) -> 
 
     @pl.when(~whole)
     def _() -> None:
-        cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)][...] = lse
+        store_some(cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)], lse, cta.emulate)

@@ -28,6 +28,7 @@ if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("
         (64, "float8_e4m3fn", "float8_e4m3fn", FEW),
         (8, "float8_e4m3fn", "float8_e4m3fn", FEW),
         (64, "bfloat16", "float8_e4m3fn", MORE),
+        (8, "bfloat16", "uint8", FEW),
         (16, "bfloat16", "uint8", FEW),
         (128, "bfloat16", "uint8", FEW),
     ],
