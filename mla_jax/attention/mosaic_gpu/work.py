@@ -157,6 +157,7 @@ class Work:
     def segment(self, request: jax.Array) -> "Segment":
         """The blocks of `request` that are this part's."""
         length = lax.min(self.memory.lens[request], jnp.int32(self.memory.table.shape[1] * PAGE))
+        length = lax.max(length, jnp.int32(0))
         pages = lax.max(lax.div(length + (PAGE - 1), jnp.int32(PAGE)), jnp.int32(1))
         first = jnp.where(request == self.span.begin_req, self.span.begin_block, 0)
         end = jnp.where(request == self.span.end_req, lax.min(self.span.end_block, pages), pages)
