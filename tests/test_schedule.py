@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mla_jax.schedule import num_sm_parts, tile_schedule
+from mla_jax.schedule import ORDERS, num_sm_parts, tile_schedule
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "data" / "golden_metadata.npz")
 NAMES = sorted({key.split("/")[0] for key in GOLDEN.files})
@@ -176,3 +176,19 @@ def test_numbers_out_of_range(number):
 def test_overheads_that_add_up_to_too_much():
     with pytest.raises(ValueError, match="leaves the range of int32"):
         tile_schedule(jnp.ones(2048, jnp.int32), 4, request_overhead=2**20)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_64_bit_mode_changes_nothing(order):
+    lens = jnp.asarray([70, 0, 64, 1000], jnp.int32)
+    want = tile_schedule(lens, 7, order=order)
+    with jax.enable_x64(True):
+        got = tile_schedule(lens, 7, order=order)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert a.dtype == b.dtype == jnp.int32 and (a == b).all()
+
+
+@pytest.mark.parametrize("order", ["2026-01", "2025-02"])
+def test_lengths_near_the_largest_int32(order):
+    schedule = tile_schedule(jnp.asarray([2**31 - 1], jnp.int32), 2, order=order)
+    assert (schedule.metadata >= 0).all() and (schedule.num_splits == jnp.asarray([0, 2])).all()

@@ -105,7 +105,7 @@ def _write(file: Path, text: str) -> None:
     """All of it or nothing, so that whoever reads it meanwhile, or after a crash, finds a report."""
     beside = file.with_name(f".{file.name}.new")
     try:
-        if file.exists() and not file.is_file():  # a device or a pipe
+        if file.is_symlink() or (file.exists() and not file.is_file()):  # a link stays one; a device, a pipe
             file.write_text(text)
             return
         beside.write_text(text)

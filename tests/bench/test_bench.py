@@ -315,6 +315,13 @@ def test_bad_input_is_one_sentence(argv: list[str], sentence: str, capsys: pytes
     assert sentence in message and message.count("\n") == 1
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    """`--output /dev/stdout` must not make a file of it."""
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    main(["bench", SMALL, "--rounds", "1", "--output", str(tmp_path / "link.json")])
+    assert (tmp_path / "link.json").is_symlink() and json.loads((tmp_path / "real.json").read_text())["rows"]
+
+
 def test_a_file_that_cannot_be_written_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / ".rows.json.new").mkdir()  # where the file is made before it gets its name
     (tmp_path / "rows.json").write_text("before")
