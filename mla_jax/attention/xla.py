@@ -62,6 +62,7 @@ def decode(
     if block_table.shape[1] <= CHUNK_PAGES:
         end = step(jnp.int32(0), start)  # a GPU captures straight-line code into a graph, and loops not
     else:
+        start = _varying_as((rows, kv_cache, block_table, kv_lens, tree_mask, logit_scale), start)
         num_chunks = (jnp.max(readable_lens, initial=0) + chunk_tokens - 1) // chunk_tokens
         end = jax.lax.fori_loop(0, num_chunks, step, start)
 
@@ -70,6 +71,13 @@ def decode(
     lse = _finite(end.maximum) + jnp.log(end.total)  # log 0 = −inf: a row that saw no key
     lse = lse.reshape(num_requests, num_queries, num_heads)
     return out.reshape(num_requests, num_queries, num_heads, d_v).astype(out_dtype(q)), lse.transpose(0, 2, 1)
+
+
+def _varying_as(inputs: Any, start: _Running) -> _Running:
+    """What a loop over these inputs can start from inside `shard_map`, where it varies over the same mesh axes."""
+    firsts = [x[(0,) * x.ndim] for x in jax.tree.leaves(inputs)]
+    zero = sum(((x != x) & False).astype(jnp.float32) for x in firsts)  # whatever numbers they are
+    return jax.tree.map(lambda x: x + zero, start)
 
 
 def _read_chunk(

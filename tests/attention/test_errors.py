@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decode_problems import IMPLEMENTATIONS, assert_one_sentence
 
-from mla_jax import InputError, mla_decode, tile_schedule
+from mla_jax import InputError, TileSchedule, mla_decode, tile_schedule
 
 GOOD = {
     "q": jnp.zeros((2, 3, 4, 576), jnp.bfloat16),
@@ -14,6 +14,13 @@ GOOD = {
     "block_table": jnp.zeros((2, 3), jnp.int32),
     "kv_lens": jnp.zeros((2,), jnp.int32),
 }
+
+FP8 = {"kv_cache": jnp.zeros((5, 64, 576), jnp.float8_e4m3fn)}
+
+
+def leaves(change):
+    return jax.tree.map(change, tile_schedule(jnp.ones(2, jnp.int32), 4))
+
 
 # what is wrong: (changed arguments, what the sentence must name)
 WRONG = {
@@ -79,6 +86,10 @@ WRONG = {
     "mask True": ({"tree_mask": True}, ("tree_mask", "(2, 3, 3)", "bool")),
     "schedule a table": ({"schedule": jnp.zeros((4, 8), jnp.int32)}, ("schedule must be a TileSchedule",)),
     "schedule of another batch": ({"schedule": tile_schedule(jnp.ones(3, jnp.int32), 4)}, ("3 requests", "q has 2")),
+    "schedule of nothing": ({"schedule": TileSchedule(None, None, None)}, ("schedule.metadata must be int32", "None")),
+    "schedule in bytes": ({"schedule": leaves(lambda x: x.astype(jnp.int8))}, ("schedule.metadata must be", "int8")),
+    "two schedules": ({"schedule": leaves(lambda x: jnp.stack([x, x]))}, ("schedule.metadata must be", "(2, 4, 8)")),
+    "array of no scale": (FP8 | {"kv_scale": np.array(0.0)}, ("kv_scale must be a positive number",)),
     "unknown implementation": ({"implementation": "cuda"}, ("implementation 'cuda'", "xla", "reference")),
     "no implementation": ({"implementation": ()}, ("implementation",)),
 }  # fmt: skip

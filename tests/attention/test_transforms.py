@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from decode_problems import IMPLEMENTATIONS, errors, small
 
+from mla_jax import mla_decode
+
 PROBLEM = small(0, 70, 2, tree=True)
 
 
@@ -88,3 +90,25 @@ def test_64_bit_mode_changes_nothing(implementation):
     assert out.dtype == lse.dtype == jnp.float32
     close(out, want)
     np.testing.assert_allclose(lse, want_lse, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("heads_only", [True, False])
+def test_shard_map(implementation, heads_only):
+    """Over heads, or over requests; tables long enough that "xla" walks them in a loop."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    q, cache = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 1, 4, 72), (20, 64, 72)))
+    table = jnp.asarray(rng.permutation(20).reshape(2, 10), jnp.int32)
+    args = (q, cache, table, jnp.asarray([600, 70], jnp.int32))
+    over = jax.sharding.PartitionSpec
+    heads, requests, whole = over(None, None, "x"), over("x"), over()
+    inputs = (heads, whole, whole, whole) if heads_only else (requests, whole, requests, requests)
+    outputs = (heads, over(None, "x")) if heads_only else (requests, requests)
+
+    def decode(*args):
+        return mla_decode(*args, d_v=64, implementation=implementation)
+
+    got = jax.jit(jax.shard_map(decode, mesh=mesh, in_specs=inputs, out_specs=outputs))(*args)
+    for a, b in zip(got, decode(*args), strict=True):
+        close(a, b)

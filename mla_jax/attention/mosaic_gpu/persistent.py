@@ -41,7 +41,7 @@ def run_persistent(
     counters = lax.optimization_barrier(jnp.zeros(problem.batch * problem.row_blocks, jnp.int32))
     # A single part shares no request.
     workspace = (2 * problem.parts, problem.row_blocks * ROWS) if problem.parts > 1 else (1, ROWS)
-    out, lse, part_out, part_lse, part_scale, _ = plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((problem.batch, problem.rows, LATENT), problem.dtype),
@@ -66,7 +66,9 @@ def run_persistent(
             reduction_scratch_bytes=reduction_bytes if not emulate else 2048,
         ),
         interpret=interpret,
-    )(*inputs, counters)
+    )
+    # Mapped by `vmap` it runs once for each: together its CTAs would not fit the GPU, and count in the same counters.
+    out, lse, part_out, part_lse, part_scale, _ = jax.custom_batching.sequential_vmap(kernel)(*inputs, counters)
     if emulate and problem.parts > 1:
         return merge_outside(out, lse, part_out, part_lse, part_scale, schedule)
     return out, lse

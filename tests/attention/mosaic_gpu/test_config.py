@@ -138,3 +138,28 @@ def test_schedules_in_another_order_are_refused(order):
 
 def test_padded_rows():
     assert [padded_rows(n) for n in (1, 8, 9, 63, 64, 65, 126, 128)] == [8, 8, 16, 64, 64, 128, 128, 128]
+
+
+@pytest.mark.filterwarnings("ignore:.*core_map is deprecated")  # by JAX 0.12; 0.11 has nothing in its place
+def test_calls_under_vmap_follow_each_other():
+    """As one grid their CTAs would not fit the GPU together, and count in the same counters."""
+    with pretend(MACHINES["Hopper GPU"]):
+        call = partial(mla_decode, implementation="mosaic_gpu", d_v=512)
+        args = (array((3, *Q.shape)), CACHE, array((2, 4), jnp.int32), array((2,), jnp.int32))
+        printed = str(jax.make_jaxpr(jax.vmap(call, in_axes=(0, None, None, None)))(*args))
+    assert "grid=(132, 1)" in printed and "scan[" in printed
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"kv_lens": [1, 2]}, "kv_lens must be an array of 1 axes"),
+        ({"kv_lens": jnp.ones(3, jnp.int32)}, r"kv_lens must be int32 \[2\]"),
+        ({"q": array(Q.shape[1:])}, "q must be an array of 4 axes"),
+        ({"kv_cache": None}, "kv_cache must be an array of 3 axes"),
+    ],
+)
+def test_step_schedule_checks_what_it_is_given(changes, sentence):
+    call = {"q": Q, "kv_cache": CACHE, "kv_lens": jnp.ones(2, jnp.int32)} | changes
+    with pytest.raises(ValueError, match=sentence):
+        step_schedule(None, **call)
