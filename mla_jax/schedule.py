@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Int32
 
 from mla_jax.cache.formats import PAGE_SIZE
-from mla_jax.errors import InputError
+from mla_jax.errors import InputError, described
 
 ORDERS = ("2026-01", "2025-09", "2025-02")  # of the columns, by the FlashMLA release that introduced them
 REQUEST_OVERHEAD = 5  # blocks: what starting and ending a request costs FlashMLA, in units of one page's work
@@ -65,6 +65,22 @@ class TileSchedule:
             raise InputError(
                 f"schedule has its columns in the order of {self.order}, {reader} takes that of {order}; make it with "
                 f"step_schedule, or with order={order!r}."
+            )
+
+    def require_requests(self, requests: int) -> None:
+        """Raise ValueError unless the arrays are those of a schedule for so many requests; does not read them."""
+        arrays = {"metadata": (self.metadata, ("parts", 8)), "num_splits": (self.num_splits, ("B + 1",))}
+        for name, (found, shape) in arrays.items():
+            fits = isinstance(found, np.ndarray | jax.Array) and found.dtype == jnp.int32
+            if not (fits and found.ndim == len(shape) and found.shape[0] > 0 and found.shape[1:] == shape[1:]):
+                expected = f"int32 [{', '.join(map(str, shape))}]"
+                raise InputError(
+                    f"schedule.{name} must be {expected}, got {described(found)}; make it with tile_schedule."
+                )
+        if self.num_splits.shape[0] != requests + 1:
+            raise InputError(
+                f"schedule is for {self.num_splits.shape[0] - 1} requests, q has {requests}; make it from this call's "
+                "kv_lens."
             )
 
     def check(self, kv_lens: Int32[Array, " B"]) -> bool:

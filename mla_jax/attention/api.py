@@ -18,7 +18,7 @@ from mla_jax.attention.operands import FP8_DTYPES, out_dtype
 from mla_jax.attention.queries import DTYPES
 from mla_jax.attention.tree import without_mask
 from mla_jax.cache.formats import DS_LATENT, DS_ROPE, DS_ROW, PAGE_SIZE
-from mla_jax.errors import InputError
+from mla_jax.errors import InputError, described
 from mla_jax.schedule import TileSchedule
 
 
@@ -152,7 +152,7 @@ def mla_decode(
     if not isinstance(schedule, TileSchedule | None):
         raise InputError(f"schedule must be a TileSchedule or None, got {type(schedule).__name__}.")
     if schedule is not None:
-        _check_schedule(schedule, q.shape[0])
+        schedule.require_requests(q.shape[0])
     if kv_scale is not None and kv_cache.dtype != jnp.float8_e4m3fn:
         raise InputError(f"kv_scale must be None for a cache of {kv_cache.dtype.name}, which has no scale per tensor.")
     chosen = _choose(implementation, q, kv_cache, d_v=int(d_v), tree_mask=tree_mask, row_scales=row_scales)
@@ -199,12 +199,10 @@ def step_schedule(
     """
     for name, found, axes in (("q", q, 4), ("kv_cache", kv_cache, 3), ("kv_lens", kv_lens, 1)):
         if not isinstance(found, np.ndarray | jax.Array | jax.ShapeDtypeStruct) or len(found.shape) != axes:
-            raise InputError(
-                f"{name} must be an array of {axes} axes, or its shape and dtype, got {_described(found)}."
-            )
+            raise InputError(f"{name} must be an array of {axes} axes, or its shape and dtype, got {described(found)}.")
     if kv_lens.shape != q.shape[:1] or kv_lens.dtype != jnp.int32:
         raise InputError(
-            f"kv_lens must be int32 [{q.shape[0]}], one for each of q's requests, got {_described(kv_lens)}."
+            f"kv_lens must be int32 [{q.shape[0]}], one for each of q's requests, got {described(kv_lens)}."
         )
     make = _choose(implementation, q, kv_cache, row_scales=row_scales).schedule
     return None if make is None or kv_lens.shape[0] == 0 else make(q, kv_lens)
@@ -310,28 +308,6 @@ def _check_dtypes(q: jax.Array, kv_cache: jax.Array) -> None:
         raise InputError(f"q in float8_e4m3fn needs an FP8 cache, got kv_cache in {kv_cache.dtype.name}.")
     if kv_cache.dtype.name not in DTYPES + FP8_DTYPES:
         raise InputError(f"kv_cache must be one of {', '.join(DTYPES + FP8_DTYPES)}, got {kv_cache.dtype.name}.")
-
-
-def _check_schedule(schedule: TileSchedule, requests: int) -> None:
-    for name, found, shape in (
-        ("metadata", schedule.metadata, ("parts", 8)),
-        ("num_splits", schedule.num_splits, ("B + 1",)),
-    ):
-        fits = isinstance(found, np.ndarray | jax.Array) and found.dtype == jnp.int32
-        if not (fits and found.ndim == len(shape) and found.shape[0] > 0 and found.shape[1:] == shape[1:]):
-            expected = f"int32 [{', '.join(map(str, shape))}]"
-            raise InputError(
-                f"schedule.{name} must be {expected}, got {_described(found)}; make it with tile_schedule."
-            )
-    if schedule.num_splits.shape[0] != requests + 1:
-        raise InputError(
-            f"schedule is for {schedule.num_splits.shape[0] - 1} requests, q has {requests}; make it from this "
-            "call's kv_lens."
-        )
-
-
-def _described(found: Any) -> str:
-    return f"{found.dtype.name} {found.shape}" if isinstance(found, np.ndarray | jax.Array) else type(found).__name__
 
 
 def _check_options(causal: Any, **scales: Any) -> None:

@@ -70,7 +70,7 @@ def score(cta: Fp8Cta) -> None:
 
 def _await_item(cta: Fp8Cta, place: Place) -> None:
     for side in Side:
-        plgpu.barrier_wait(cta.half_full.at[side * cta.config.slots + place.slot])
+        plgpu.barrier_wait(cta.arrived(side, place.slot))
     plgpu.barrier_wait(cta.rope_full.at[place.slot])
 
 
@@ -93,8 +93,8 @@ def _products(
     """
     keys = cta.keys.operands(place.slot)
     # A zero that the compiler takes for a number that changes from block to block: it would keep the descriptors of
-    # all query tiles in registers otherwise.
-    zero = lax.shift_right_logical(place.slot | segment.length, jnp.int32(31))
+    # all query tiles in registers otherwise. Not of the length, which may be negative.
+    zero = lax.shift_right_logical(place.slot | segment.end, jnp.int32(31))
     operands = [
         operands
         for part in reversed(range(cta.config.query_parts))  # small numbers first

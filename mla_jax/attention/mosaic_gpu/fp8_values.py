@@ -31,7 +31,7 @@ class Fp8Values:
     def await_item(self, place: Place) -> None:
         """The scores of an item, and this side's half of it."""
         self.cta.scored.of(self.side).receive(place.buffer)
-        plgpu.barrier_wait(self._full(place.slot))
+        plgpu.barrier_wait(self.cta.arrived(self.side, place.slot))
 
     def differs(self, place: Place) -> jax.Array:
         """Looked up in the decays."""
@@ -59,9 +59,6 @@ class Fp8Values:
         """That of the whole cache."""
         return self.cta.value_scale[0]
 
-    def _full(self, slot: jax.Array) -> Ref:
-        return self.cta.half_full.at[self.side * self.cta.config.slots + slot]
-
     def _start_copy(self, slot: jax.Array, item: Upcoming) -> None:
         cta, leads = self.cta, self.side == Side.LEFT
         half = cta.slots.half(self.side, slot)
@@ -69,7 +66,7 @@ class Fp8Values:
         def copy(source: Ref, rows: int) -> None:
             for line in range(HALF // LINE):
                 first = self.side * HALF + line * LINE
-                copy_columns(source, rows, first, half.at[line], self._full(slot))
+                copy_columns(source, rows, first, half.at[line], cta.arrived(self.side, slot))
 
             @pl.when(leads)
             def _() -> None:

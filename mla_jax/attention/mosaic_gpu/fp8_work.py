@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+
 from mla_jax.attention.mosaic_gpu.byte_work import BytesWork
 from mla_jax.attention.mosaic_gpu.work import Ref, Side
 
@@ -37,3 +39,7 @@ class Fp8Cta(BytesWork):
     queries: Fp8Items
     query_scale: Ref  # [B, row_blocks * 64] float32: factor of a row's logits
     value_scale: Ref  # [1] float32
+
+    def arrived(self, side: Any, slot: jax.Array) -> Ref:
+        """The barrier of half of a slot."""
+        return self.half_full.at[side * self.config.slots + slot]

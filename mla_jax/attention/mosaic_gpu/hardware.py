@@ -87,6 +87,14 @@ def make_visible(*, emulate: bool) -> None:
     fence()
 
 
+def store_some(target: Ref, numbers: jax.Array, *, emulate: bool) -> None:
+    """target = numbers in device memory, which need not be whole cache lines."""
+    if emulate or not hasattr(plgpu, "store"):
+        target[...] = numbers
+    else:
+        plgpu.store(target, numbers, optimized=False)  # JAX 0.12 refuses the assignment
+
+
 def rescale(matrix: jax.Array, factor: jax.Array, *, emulate: bool) -> jax.Array:
     """matrix * factor[:, None] for a 64-row MATRIX; a warp whose 16 factors all are 1 skips the multiplications."""
     if emulate:

@@ -59,9 +59,7 @@ def decode(
         config = ds_config_for(q)
         return decode_ds_with(config, q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)
     if kv_cache.dtype == jnp.float8_e4m3fn:
-        value_scale = (
-            jnp.ones(1, jnp.float32) if value_scale is None else jnp.asarray(value_scale, jnp.float32).reshape(1)
-        )
+        value_scale = jnp.asarray(1 if value_scale is None else value_scale, jnp.float32).reshape(1)
         fp8, arrays = fp8_config_for(q), (q, kv_cache, block_table, kv_lens, scale, value_scale)
         return decode_fp8_with(fp8, *arrays, tree_mask, schedule, causal=causal, row_scale=row_scale)
     return decode_with(config_for(q), q, kv_cache, block_table, kv_lens, scale, tree_mask, schedule, causal=causal)

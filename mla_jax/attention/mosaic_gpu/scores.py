@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from mla_jax.attention.mosaic_gpu.config import HALF, LOG2E, PAGE, ROPE, ROWS, TILE, WORD
-from mla_jax.attention.mosaic_gpu.hardware import clear_rows, make_visible, negate, warpgroup_barrier
+from mla_jax.attention.mosaic_gpu.hardware import clear_rows, make_visible, negate, store_some, warpgroup_barrier
 from mla_jax.attention.mosaic_gpu.work import Cta, Ref, Segment, Turn, Work
 
 MATRIX = plgpu.Layout.WGMMA
@@ -243,14 +243,6 @@ def clear_unowned(segment: Segment, block: jax.Array, clear: Callable[[jax.Array
     pl.when(past)(lambda: clear(lax.max(segment.length - block * PAGE, jnp.int32(0))))
 
 
-def store_some(target: Ref, numbers: jax.Array, emulate: bool) -> None:
-    """target = numbers in device memory, which need not be whole cache lines."""
-    if emulate or not hasattr(plgpu, "store"):
-        target[...] = numbers
-    else:
-        plgpu.store(target, numbers, optimized=False)  # JAX 0.12 refuses the assignment
-
-
 def nonzero(total: jax.Array) -> jax.Array:
     """total, or 1 where no key was seen: dividing by it leaves the zeros of such a row."""
     return jnp.where(total == 0, 1.0, total)
@@ -275,4 +267,6 @@ def store_lse(cta: Work, segment: Segment, top: jax.Array, total: jax.Array) -> 
 
     @pl.when(~whole)
     def _() -> None:
-        store_some(cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)], lse, cta.emulate)
+        store_some(
+            cta.memory.part_lse.at[cta.partial_slot(r), pl.ds(cta.row_block * ROWS, rows)], lse, emulate=cta.emulate
+        )

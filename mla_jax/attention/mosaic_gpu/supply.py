@@ -1,8 +1,7 @@
-"""Keeping the ring of slots full. The value roles do it themselves, each its half of a slot.
+"""Keeping the ring of slots full. The value roles do it themselves: each its half of a slot, or the left one pages.
 
 A WGMMA with 128 accumulators per thread only fits a CTA of three warpgroups, so there is none to spare for
-loads. None is needed: the slot that a value role has just used is its own to refill, and no signal is waited
-for.
+loads. None is needed: a value role knows when it has used a slot, and waits at most for the other one.
 """
 
 from collections.abc import Callable

@@ -157,7 +157,6 @@ class Work:
     def segment(self, request: jax.Array) -> "Segment":
         """The blocks of `request` that are this part's."""
         length = lax.min(self.memory.lens[request], jnp.int32(self.memory.table.shape[1] * PAGE))
-        length = lax.max(length, jnp.int32(0))
         pages = lax.max(lax.div(length + (PAGE - 1), jnp.int32(PAGE)), jnp.int32(1))
         first = jnp.where(request == self.span.begin_req, self.span.begin_block, 0)
         end = jnp.where(request == self.span.end_req, lax.min(self.span.end_block, pages), pages)
@@ -229,10 +228,6 @@ class Turn(NamedTuple):
             return jnp.where(slot == slots - 1, 0, slot + 1)
 
         return Turn(following(self.left, config.left_slots), following(self.right, config.right_slots))
-
-    def previous_left(self, config: KernelConfig) -> jax.Array:
-        """The left slot of the item before."""
-        return jnp.where(self.left == 0, config.left_slots - 1, self.left - 1)
 
     def of(self, side: Side) -> jax.Array:
         """The slot of a side."""

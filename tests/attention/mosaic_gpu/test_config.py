@@ -155,6 +155,7 @@ def test_calls_under_vmap_follow_each_other():
     [
         ({"kv_lens": [1, 2]}, "kv_lens must be an array of 1 axes"),
         ({"kv_lens": jnp.ones(3, jnp.int32)}, r"kv_lens must be int32 \[2\]"),
+        ({"kv_lens": array((3,), jnp.int32)}, r"must be int32 \[2\], .* got int32 \(3,\)"),
         ({"q": array(Q.shape[1:])}, "q must be an array of 4 axes"),
         ({"kv_cache": None}, "kv_cache must be an array of 3 axes"),
     ],

@@ -52,6 +52,22 @@ def test_equals_float64(name, q_dtype, capfd):
 
 
 @pytest.mark.timeout(120)
+def test_a_negative_length_is_none(capfd):
+    """The interpreter raises where a kernel reads past its queries."""
+    problem = Problem((70, 0), heads=3)
+    q, cache, table, lens, _ = fp8_arrays(problem, "float8_e4m3fn")
+    scales = (jnp.full((1,), problem.scale, jnp.float32), jnp.ones(1, jnp.float32))
+    options = {"causal": True, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    outputs = [
+        decode_fp8_with(fp8_config_for(q), q, cache, table, n, *scales, None, tile_schedule(n, 1), **options)
+        for n in (lens, jnp.asarray([70, -7], jnp.int32))
+    ]
+    for a, b in zip(*outputs, strict=True):
+        assert (a == b).all()
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("q_dtype", ["float8_e4m3fn", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_a_scale_for_each_query_row(q_dtype, capfd):
     """Of either sign, and 0; three heads leave rows that nobody asked for."""
